@@ -238,6 +238,64 @@ except SpecError as error:
             assert server.received == sent + 4
 
 
+def rows_of(bench: Bench, **words: str) -> None:
+    """Write the rows of these ids and words."""
+    lines = [json.dumps({"id": name, "word": word}) + "\n" for name, word in words.items()]
+    (bench.directory / "rows.jsonl").write_text("".join(lines))
+
+
+WORDS = {f"r{n}": f"word {n}" for n in range(4)}
+
+
+@pytest.mark.parametrize("bench", [*SHAPES, "processes"], indirect=True)
+async def test_rows_that_changed_are_counted_before_anything_is_sent_and_sent_again_only_when_allowed(
+    bench: Bench,
+) -> None:
+    assert (await bench.begin()).code == 0
+    sent, each = bench.server.received, bench.total // 4
+    changed = {"r0": "word 0", "r1": "word 1.", "r3": "word 3", "r4": "word 4"}
+    rows_of(bench, **changed)
+    counts = "kept 2, to send 2 (1 changed, 1 new), no longer asked for 1"
+    refused = await bench("resume", bench.run)
+    assert (refused.code, bench.server.received) == (1, sent), refused.stderr
+    for words in (counts, "1 recorded answer would be dropped", "--keep-answers", "--resend", "by index: 1"):
+        assert words in refused.stderr
+    planned = await bench("resume", bench.run, "--dry-run")
+    assert planned.code == 0 and counts in planned.stdout and "--resend" in planned.stdout, planned.stderr
+    again = await bench("run", "spec.yaml", "--run-dir", bench.run, "--resume", "--dry-run", "--json")
+    whole = json.loads(again.stdout)["resume"]
+    rows = whole["rows"]["say"] if bench.shape == "pipeline" else whole["rows"]
+    assert whole["dropped_answers"] == rows["changed"] == 1
+    assert (rows["kept"], rows["to_send"], rows["new"], rows["no_longer_asked_for"]) == (2, 2, 1, 1)
+    assert bench.server.received == sent
+
+    kept = await bench("resume", bench.run, "--keep-answers")
+    assert (kept.code, bench.server.received) == (0, sent + each), kept.stderr
+    assert "kept 3, to send 1 (1 new), no longer asked for 1" in kept.stderr
+    stays = await bench("resume", bench.run)
+    assert (stays.code, bench.server.received) == (0, sent + each), stays.stderr
+    resent = await bench("resume", bench.run, "--resend")
+    assert (resent.code, bench.server.received) == (0, sent + 2 * each), resent.stderr
+    assert "to send 1 (1 changed)" in resent.stderr
+    assert sorted(request.text for request in bench.server.requests).count("Say word 1.") == 1
+
+
+@pytest.mark.parametrize("bench", [*SHAPES, "processes"], indirect=True)
+async def test_rows_with_other_ids_and_the_same_words_keep_their_answers(bench: Bench) -> None:
+    assert (await bench.begin("--limit", "3")).code == 0
+    sent, each = bench.server.received, bench.total // 4
+    rows_of(bench, **{f"x{name}": word for name, word in WORDS.items()})
+    code, _, stderr = await bench("resume", bench.run, "--limit", "4")
+    assert (code, bench.server.received) == (0, sent + each), stderr
+    assert "kept 3, to send 1 (1 new)" in stderr and "3 rows with another id than before are matched by" in stderr
+    code, _, stderr = await bench("resume", bench.run, "--set", "id_column=word", "--limit", "4", "--no-retry-failed")
+    assert (code, bench.server.received) == (0, sent + each), stderr
+    assert "kept 4, to send 0" in stderr and "4 rows with another id" in stderr
+    code, out, stderr = await bench("show", bench.run, "--row", "word 0")
+    assert code == 0 and "Say word 0" in out, stderr
+    assert await bench.agrees() == bench.total
+
+
 @pytest.mark.parametrize("bench", SHAPES[:2], indirect=True)
 async def test_a_run_that_is_cancelled_by_control_ends_with_a_status_of_its_own(bench: Bench) -> None:
     bench.script = lambda r: Hang()

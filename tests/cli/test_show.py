@@ -233,10 +233,10 @@ def test_a_resume_after_an_edit_says_what_changed_and_what_it_means(capsys: pyte
     assert main(["resume", "run", "--resend"]) == 0
     err = capsys.readouterr().err
     assert err.startswith("batch-agent: changed since run was recorded:\n  system_prompt: 1 word: 'very' → 'most'\n")
-    assert "answers kept: 0 of 2 rows; 2 to send, about " in err and "$" in err
+    assert "kept 0, to send 2 (2 changed), about $" in err
     Path("spec.yaml").write_text(spec.replace("very", "so"))
     assert main(["resume", "run", "--force-resume"]) == 0
-    assert "answers kept: 2 of 2 rows\n" in capsys.readouterr().err
+    assert "kept 2, to send 0\n" in capsys.readouterr().err
 
 
 def test_differences_are_told_in_few_words() -> None:

@@ -105,7 +105,7 @@ def test_a_run_without_a_spec_is_resumed_from_anywhere(
     capsys.readouterr()
     assert main(["resume", str(tmp_path / "run")]) == 0
     err = capsys.readouterr().err
-    assert "answers kept: 2 of 3 rows; 1 to send" in err and "2 of them from the record" in err
+    assert "kept 2, to send 1 (1 new)" in err and "2 of them from the record" in err
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,9 @@ async def test_a_changed_picture_is_another_question_and_the_record_holds_no_byt
     row = {"photo": Image(file), "note": Image(png(3, 3))}
     asked = [len((await ask("{photo} {note}", row, **options))[0].requests) for _ in range(2)]
     file.write_bytes(png(2, 2))
-    asked.append(len((await ask("{photo} {note}", row, **options))[0].requests))
+    with pytest.raises(SpecError, match=r"kept 0, to send 1 \(1 changed\)"):
+        await ask("{photo} {note}", row, **options)
+    asked.append(len((await ask("{photo} {note}", row, **options, on_change="resend"))[0].requests))
     assert asked == [1, 0, 1]
     recorded = b"".join(path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file())
     assert b"base64" not in recorded

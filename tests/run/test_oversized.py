@@ -173,7 +173,7 @@ async def test_what_was_cut_off_is_no_part_of_the_question(tmp_path: Path) -> No
     await run(**options)
     _, backend = await run(**{**options, "inputs": [{"text": book(40), "style": "JSON"}]})
     assert backend.requests == []
-    _, backend = await run(**{**options, "model_max_context": CONTEXT - 200})
+    _, backend = await run(**{**options, "model_max_context": CONTEXT - 200, "on_change": "resend"})
     assert len(backend.requests) == 1
 
 

@@ -244,7 +244,8 @@ async def test_a_row_is_another_when_any_of_its_fields_is(tmp_path: Path) -> Non
 
     options = {"task": "{used}", "tools": ()}
     await run(work, ScriptedBackend(), tmp_path, inputs=[{"used": 1, "unused": "old"}], **options)
-    [result] = await run(work, ScriptedBackend(), tmp_path, inputs=[{"used": 1, "unused": "new"}], **options)
+    options |= {"inputs": [{"used": 1, "unused": "new"}], "on_change": "resend"}
+    [result] = await run(work, ScriptedBackend(), tmp_path, **options)
     assert (result.output, result.resumed) == ("new", False)
 
 

@@ -118,7 +118,7 @@ async def test_an_id_from_an_earlier_stage_is_no_part_of_the_question(tmp_path: 
     await pipeline.run(backend=ScriptedBackend(answer), **known)
     again = ScriptedBackend(answer)
     outcome = await pipeline.run(backend=again, id_column="name", **known)
-    assert [request.text for request in again.requests] == ["Read tea"]  # its own id is a part of it
+    assert again.requests == []  # its own id may change
     assert outcome.results["word"][0].job_id == "n1"
 
 

@@ -166,7 +166,6 @@ class Plan:
                 f"{job.job_id}#{number}",
                 part["input"] if isinstance(value, str) else {**fields_of(value), **_without(part, images)},
                 _fill(template, part),
-                None if own is None else f"{own}#{number}",
                 affinity=job.affinity,
                 images=images,
             )
@@ -207,9 +206,8 @@ class Plan:
         cut = longest(template.names, texts)
         task = _fill(template, {**texts, cut: f"[{cut}: read in parts]"})
         room = self.sizing.room - self._tokens(merge_prompt(task, ()))
-        own = None if job.own_id is None else f"{job.own_id}#merge"
         return [
-            Job(job.index, f"{job.job_id}#merge", job.input, merge_prompt(task, group), own)
+            Job(job.index, f"{job.job_id}#merge", job.input, merge_prompt(task, group))
             for group in groups(answers, room)
         ]
 
@@ -219,7 +217,7 @@ class Plan:
     def question(self, job: Job) -> str:
         """Return the job's prompt without hoisting, so that equal questions of other runs compare equal."""
         if self.spec.worker is not None:
-            return _whole_row(job.input, job.images)
+            return _whole_row(job.input, job.images, self._named_by(job.own_id))
         return job.prompt if self.unhoisted is None else self.asks(job.input)[1]
 
     def asks(self, value: object) -> tuple[str | None, str]:
@@ -228,7 +226,7 @@ class Plan:
         if isinstance(value, UnreadableRow) or template is None:
             raise InputError("this input asks nothing")
         value, fields, images = self._seen(value)
-        sent = self.template
+        sent, name = self.template, own_id(fields, self.spec.id_column)
         # Text that was cut off is not part of the question.
         if self.sizing.how == "truncate" and isinstance(sent, Template):
             own = _texts(sent, fields)
@@ -236,8 +234,12 @@ class Plan:
             if not self.sizing.fits(tokens):
                 fields = {**fields, **self.sizing.cut(sent.names, own, tokens)[0]}
         if self.spec.worker is not None:
-            return own_id(fields, self.spec.id_column), _whole_row(value, images)
-        return own_id(fields, self.spec.id_column), with_pictures(template.render(fields), images)
+            return name, _whole_row(value, images, self._named_by(name))
+        return name, with_pictures(template.render(fields), images)
+
+    def _named_by(self, own: str | None) -> str | None:
+        """Return the field with the id of a row; None for a row without one."""
+        return None if own is None else self.spec.id_column or ID
 
     def describe(self, sample: Sequence[object]) -> Description:
         """Return the plan for display; ``sample`` is the first inputs to render."""
@@ -342,8 +344,11 @@ def _checked_inputs(inputs: object) -> Iterable[object] | AsyncIterable[object]:
     return inputs
 
 
-def _whole_row(value: object, images: Iterable[str]) -> str:
-    """Return all fields of a worker's row as text, which identifies it: the worker may read any of them."""
+def _whole_row(value: object, images: Iterable[str], named_by: str | None) -> str:
+    """Return all fields of a worker's row as text, which identifies it: the worker may read any of them. The id of a
+    row, in the field ``named_by``, is a part of its key of its own."""
+    if named_by is not None and type(value) is dict:
+        value = {name: field for name, field in value.items() if name != named_by}
     return "\n".join([to_json(value, fallback=str, inf_nan_mode="constants").decode(), *sorted(images)])
 
 

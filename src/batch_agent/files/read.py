@@ -252,7 +252,8 @@ def read_inputs(
     ``BatchAgent.run(inputs=…)``. ``kind`` is one of PARSERS and overrides the extension."""
     reading = _open(Path(path), kind)
     if reading.memory_bytes > at_once_bytes:
-        return LazyRows(reading, limit, again=lambda: _open(Path(path), kind))
+        named = Path.cwd() / path  # a tool may change the working directory
+        return LazyRows(reading, limit, again=lambda: _open(named, kind))
     try:
         return list(itertools.islice(reading.rows, limit))
     finally:

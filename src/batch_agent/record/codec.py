@@ -39,6 +39,7 @@ FORMAT = 10
 OLDEST = 8  # the oldest format that is still read
 SLOWLY = b" "  # prefix of a body that orjson can neither write nor read
 FAILED, ENDED, COMPACTED, ASKED, CALL_BEGUN, CALL_ENDED, RESTARTED, CALL_WITHDRAWN = range(5, 13)
+RANKS = {ENDED: 0, FAILED: 2}  # of a row by its last step; 1 is that of a row that has begun and is not done
 
 # Types of the values in each array, in order.
 Form = tuple[type | UnionType, ...]

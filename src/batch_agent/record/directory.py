@@ -42,8 +42,8 @@ logger = logging.getLogger("batch_agent")
 
 OpenJournal = Callable[..., SqliteJournal]
 KEEPS = (
-    'on_change="keep" (--keep-answers): rows of %s keep the answers they have, even if the task, model, schema or '
-    "tools changed"
+    'on_change="keep" (--keep-answers): rows of %s keep the answers they have, even if the task, model, schema, tools '
+    "or the rows themselves changed"
 )
 
 
@@ -109,6 +109,8 @@ class DirectoryStore(MemoryStore):
             self._numbers, self._has_past = count(first), first > 1
             previous = self._previous()
             fingerprint = str(facts.get("fingerprint", ""))
+            if self._has_past and resuming.adopted is not None:
+                journal.adopt(resuming.adopted())
             if self._has_past:
                 journal.sort_by("row" if resuming.force else "key")
             journal.begin(bytes.fromhex(fingerprint), str(facts.get("session_started")))

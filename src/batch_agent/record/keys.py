@@ -18,6 +18,7 @@ from batch_agent.record.store import Identity
 
 SCHEME = 1  # version of the keys below; with another version old answers are not found, but never mixed up
 KEY_BYTES = 16
+NAME_BYTES = 8  # of the digest of a row's own id
 FIRST_FIELDS = {
     *("model", "max_tokens", "temperature", "top_p", "seed", "stop"),
     *("tools", "tool_choice", "schema", "schema_name", "extra_body"),
@@ -57,7 +58,8 @@ def shape_fields(shape: RequestShape) -> dict[str, object]:
 
 
 class Keys:
-    """Computes the identities of rows under one fingerprint, and a digest over all of them in order."""
+    """Computes the identities of rows under one fingerprint, and a digest over all of them in order. A key is the
+    digest of the question, followed by that of the row's own id if it has one."""
 
     def __init__(self, fingerprint: bytes) -> None:
         self._start = blake2b(fingerprint, digest_size=KEY_BYTES)
@@ -70,12 +72,11 @@ class Keys:
 
     def key(self, own_id: str | None, question: str) -> bytes:
         state = self._start.copy()
+        state.update(b"-" + question.encode())
         if own_id is None:
-            state.update(b"-" + question.encode())
-        else:
-            own = own_id.encode("utf-8", "surrogatepass")
-            state.update(b"%d:%b%b" % (len(own), own, question.encode()))
-        return state.digest()
+            return state.digest()
+        own = own_id.encode("utf-8", "surrogatepass")
+        return state.digest() + blake2b(own, digest_size=NAME_BYTES).digest()
 
     def identity(self, job: Job, question: str) -> Identity:
         return self.identify(job.input, job.own_id, question)
@@ -85,6 +86,11 @@ class Keys:
         self._digest.update(identity.key + identity.row)
         self.count += 1
         return identity
+
+
+def asked_of(key: bytes) -> bytes:
+    """Return the part of a row's key that does not depend on the row's id."""
+    return key[:KEY_BYTES]
 
 
 def row_of(value: object, question: str) -> bytes:

@@ -45,7 +45,7 @@ from batch_agent.record.rundir import (
 )
 from batch_agent.record.sqlite import FACTS, Glance, SqliteJournal, glance, open_to_read, steps_in
 from batch_agent.record.steps import Past, read_past
-from batch_agent.record.store import Identity, KeptStep, RunProgress
+from batch_agent.record.store import KeptStep, RecordedRow, RunProgress
 from batch_agent.record.timeline import TimelineRecord, read_status, read_timeline
 
 T = TypeVar("T")
@@ -287,9 +287,10 @@ class RunReader(ABC):
         """Return how many rows have started and are not done."""
 
     @abstractmethod
-    def answered(self, rows: Iterator[Identity], fingerprint: str, *, by_row: bool) -> int | None:
-        """Return how many of these rows have a recorded answer under their key, or with ``by_row`` for their input.
-        ``fingerprint`` is that of the run. None if there is no journal."""
+    def recorded(self, fingerprint: str | None, *, forced: bool) -> Iterator[RecordedRow] | None:
+        """Return the rows that have begun, with the digests by which they are found; None if there is no journal.
+        ``fingerprint`` is that of the answers of a user's worker: those to another one count as begun. ``forced``:
+        answers that were kept by force count as answers."""
 
     def past(self, place: int, record: Record) -> Past | None:
         """Return the agent of a finished row; None if it is not recorded."""
@@ -473,19 +474,13 @@ class DirectoryReader(RunReader):
     def steps(self, place: int, record: Record) -> list[KeptStep]:
         return self._agents.steps_of(record, self._same_before)
 
-    def answered(self, rows: Iterator[Identity], fingerprint: str, *, by_row: bool) -> int | None:
-        path, count = self.path / JOURNAL, 0
-        if not path.exists():
-            return None
+    def recorded(self, fingerprint: str | None, *, forced: bool) -> Iterator[RecordedRow] | None:
+        path = self.path / JOURNAL
+        return self._recorded(path, fingerprint) if path.exists() else None
+
+    def _recorded(self, path: Path, fingerprint: str | None) -> Iterator[RecordedRow]:
         with closing(SqliteJournal(open_to_read(path), path)) as journal:
-            journal.sort_by("row" if by_row else "key")
-            while wanted := list(islice(rows, ROWS_AT_ONCE)):
-                for past in journal.claim(wanted):
-                    ended = None if past is None or by_row else past.ended
-                    # A changed worker works on its rows again.
-                    changed = ended is not None and ended.output is not None and ended.fingerprint != fingerprint
-                    count += past is not None and past.done and not changed
-        return count
+            yield from journal.recorded(fingerprint)
 
     def _same_before(self, record: Record) -> int:
         """Return how many rows before this one have the same input."""

@@ -14,19 +14,19 @@ import sqlite3
 import struct
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 from zlib import crc32
 
 from batch_agent.errors import StoreError
-from batch_agent.record.codec import CALL_BEGUN, ENDED, FAILED, FORMAT, OLDEST, decode
+from batch_agent.record.codec import CALL_BEGUN, ENDED, FAILED, FORMAT, OLDEST, RANKS, decode
 from batch_agent.record.private import private
-from batch_agent.record.steps import Past, read_past
-from batch_agent.record.store import Identity, KeptStep, RunProgress
+from batch_agent.record.steps import Ended, Past, read_past
+from batch_agent.record.store import Adoption, Identity, KeptStep, RecordedRow, RunProgress
 from batch_agent.share.table import BUDGET_COST, BUDGET_TOKENS, DOLLAR, Table
 
 logger = logging.getLogger("batch_agent")
@@ -252,7 +252,7 @@ class SqliteJournal:
     def _sort(self, column: str, place: str) -> None:
         # In a grouped row, SQLite takes the columns from the record with the maximum. Keys and rows are hashes of
         # different things, so they can share one table.
-        rank = f"CASE kind WHEN {ENDED} THEN 0 WHEN {FAILED} THEN 2 ELSE 1 END"
+        rank = f"CASE kind WHEN {ENDED} THEN {RANKS[ENDED]} WHEN {FAILED} THEN {RANKS[FAILED]} ELSE 1 END"
         lost: set[int] = set()
 
         def is_owned(agent: int, key: bytes, row: bytes, check: int | None) -> bool:
@@ -271,6 +271,40 @@ class SqliteJournal:
         )
         for agent in lost:
             self._lost |= {name: agent for step in self.kept_steps(agent) for name in (step.key, step.content)}
+
+    def recorded(self, fingerprint: str | None) -> Iterator[RecordedRow]:
+        """Yield the recorded agents. ``fingerprint`` is that of the answers of a user's worker: those to another one
+        count as begun."""
+        body = "''" if fingerprint is None else "CAST(ifnull(body, '') AS BLOB)"
+        query = f"SELECT {OWNER_COLUMNS}, ifnull(kind, 0) & -1, {body}, {CHECK}, max(id) FROM record GROUP BY agent"
+        with _explained(self._path):
+            for agent, key, row, kind, last, check, _ in self._db.execute(query):
+                if not _is_owned(agent, key, row, check):
+                    continue
+                rank = RANKS.get(kind, 1)
+                if rank == 0 and fingerprint is not None and not _is_answer(kind, last, fingerprint):
+                    rank = 1
+                yield RecordedRow(agent, key, row, rank)
+
+    def adopt(self, adoptions: Iterable[Adoption]) -> None:
+        """Let rows take over the record of others, before rows are claimed. A record that is damaged stays as it is."""
+        with _explained(self._path), self._whole_change():
+            for adoption in adoptions:
+                agent = cast(int, adoption.row)
+                query = "SELECT id FROM record WHERE agent = ? ORDER BY id"
+                places = [place for (place,) in self._db.execute(query, (agent,))]
+                steps = self.kept_steps(agent)
+                if not all(step.body for step in steps):
+                    continue
+                for place, step in zip(places, steps, strict=True):
+                    # An answer that is kept by force keeps the key of its own question, under which it is found again.
+                    key = step.key if adoption.forced else adoption.key
+                    owner = _owner(agent, key, adoption.content)
+                    check = OWNED | (owner & OWNER) << 32 | crc32(step.body, owner ^ step.kind)
+                    self._db.execute(
+                        'UPDATE record SET key = ?, row = ?, "check" = ? WHERE id = ?',
+                        (key, adoption.content, check, place),
+                    )
 
     def claim_steps(self, wanted: Sequence[Identity], rows: Sequence[int] = ()) -> list[tuple[KeptStep, ...]]:
         """Return the steps of a recorded agent for each row, or (). Each recorded agent is returned only once.
@@ -378,6 +412,14 @@ def _checked(agent: int, key: bytes, row: bytes, kind: int, body: bytes, check: 
         return KeptStep(agent, key, row, kind, body)
     began = crc32(body, owner ^ CALL_BEGUN) == own  # a write must not be forgotten if its kind is damaged
     return KeptStep(agent, key, row, CALL_BEGUN if began else kind, b"")
+
+
+def _is_answer(kind: int, body: bytes, fingerprint: str) -> bool:
+    try:
+        ended = decode(kind, body)
+    except ValueError:
+        return False
+    return not isinstance(ended, Ended) or ended.output is None or ended.fingerprint == fingerprint
 
 
 def _is_owned(agent: int, key: bytes, row: bytes, check: int | None) -> bool:

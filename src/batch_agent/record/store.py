@@ -240,17 +240,43 @@ class FeederSession:
     position: str  # position of the latest result
 
 
+@value_type
+class Adoption:
+    """A row that takes over a recorded row, ``row``: the number of its agent in a directory, its name in Redis. ``key``
+    and ``content`` identify the row from now on. ``forced``: its answer is one to another question, kept by force."""
+
+    row: int | str
+    key: bytes
+    content: bytes
+    forced: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRow:
+    """A row as it is recorded. ``name`` is that of ``Adoption.row``. ``key`` is b"" if the row has no answer to its
+    question, ``row`` is the digest of its input, if the store knows it. ``rank``: 0 it has an answer, 1 it has begun, 2
+    it failed. ``index`` is that of its input, if the store knows it."""
+
+    name: int | str
+    key: bytes
+    row: bytes | None
+    rank: int
+    index: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Resuming:
     """How to use existing records. ``force``: rows keep their answers even if the spec changed. ``retry``: the types of
     failure that are retried; True means all, False none. ``drop``: earlier results are no longer results of the
-    run, unless a row claims them. ``cut``: rows whose answer was cut at max_tokens are asked again."""
+    run, unless a row claims them. ``cut``: rows whose answer was cut at max_tokens are asked again. ``adopted``: rows
+    that take over the record of another one, before the first row is fed."""
 
     resume: bool = False
     force: bool = False
     retry: bool | tuple[str, ...] = True
     drop: bool = False
     cut: bool = False
+    adopted: Callable[[], Iterator[Adoption]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Compares the options of a resumed run with those of its record, and says what would be dropped, sent and paid.
+"""Compares a resumed run, its options and its rows, with its record, and says what would be dropped, sent and paid.
 
 The record holds the resolved options of the run (``options_of``). A recorded answer belongs to a question, which the
 fingerprint identifies; an option that is no part of it, such as max_tokens, can change without dropping an answer.
@@ -7,10 +7,12 @@ fingerprint identifies; an option that is no part of it, such as max_tokens, can
 from __future__ import annotations
 
 import difflib
+import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from textwrap import shorten
@@ -19,21 +21,25 @@ from typing import cast
 from pydantic import JsonValue
 
 from batch_agent.agent.dryrun import DryRun
-from batch_agent.agent.fingerprint import AnyWorker, fingerprint_of, matched, rows_under
+from batch_agent.agent.fingerprint import AnyWorker, matched
 from batch_agent.agent.prepare import HIDDEN, Prepared, stored_place
-from batch_agent.errors import JobError, LimitExceeded, OutputError
+from batch_agent.dispatch.row_channel import RowChannel
+from batch_agent.errors import LimitExceeded, OutputError
+from batch_agent.files.read import LazyRows
 from batch_agent.files.results import from_json, to_json
 from batch_agent.foreign import name_of
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import amount, counted, dollars, harmless, rows
 from batch_agent.option import Compared, kinds, notes
-from batch_agent.record.keys import Keys
 from batch_agent.record.reader import RunReader, open_run
 from batch_agent.record.rundir import OPTIONS, recorded_options
 from batch_agent.record.steps import Past
-from batch_agent.record.store import Identity
+from batch_agent.record.store import Adoption
+from batch_agent.run.matching import NAMED, Matched, Matching, readable_again
 from batch_agent.run.worker import starts_afresh
 from batch_agent.spec import BatchSpec
+
+logger = logging.getLogger("batch_agent")
 
 # Options that say nothing about the answers, or only about one session.
 UNRECORDED = {
@@ -55,6 +61,10 @@ UNRECORDED = {
 MOST_WORDS = 4000  # longest text that is compared word by word
 SHOWN_CHARACTERS = 60  # of the first words that differ
 VALUE_CHARACTERS = 60
+UNREAD = (
+    "the inputs can be read only once, so they are not compared with the record before they are sent: rows that have "
+    "a recorded answer to the same question, with the same id, keep it, and all others are sent"
+)
 
 
 def options_of(prepared: Prepared) -> JsonObject:
@@ -136,21 +146,25 @@ def _value(value: JsonValue) -> str:
     return "not given" if value is None else harmless(value if isinstance(value, str) else str(value), VALUE_CHARACTERS)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Changes:
     """What differs between a resumed run and its record. ``edits`` has a line for each option. ``dropped`` recorded
-    answers do not fit the options of now. ``cut`` answers are asked again, because max_tokens is higher now. ``kept``
-    of ``total`` rows have a valid answer; both are None if they are unknown."""
+    answers do not fit the options or the rows of now. ``cut`` answers are asked again, because max_tokens is higher
+    now. ``matched`` has the rows of each part that reads inputs, by its name; None where inputs can be read only once.
+    ``again`` and ``rest`` are the costs of sending the dropped rows, and those that have no answer."""
 
     run: str
-    edits: Sequence[str]
+    edits: Sequence[str] = ()
     dropped: int = 0
     cut: int = 0
-    total: int | None = None
-    kept: int | None = None
-    again: str = ""  # the cost of sending the dropped rows
-    rest: str = ""  # the cost of sending the rows that have no answer
+    matched: Mapping[str, Matched | None] = field(default_factory=dict)
+    matchings: Mapping[str, Matching] = field(default_factory=dict)
+    again: str = ""
+    rest: str = ""
+    rest_kept: str = ""  # the same with on_change="keep"
     paid: float | None = None
+    resend: bool = False
+    told: bool = False  # the user has been shown it
 
     def refusal(self, *, flags: bool) -> str:
         """Return the error of a resume that would drop recorded answers. ``flags``: for a command line."""
@@ -159,27 +173,79 @@ class Changes:
         rows_again = (
             f"{_answers(self.dropped)} would be dropped, and {'its row' if self.dropped == 1 else 'their rows'}"
         )
+        what = "with other options" if self.edits or not self._changed else "with other rows"
+        differs = [*self.edits, *self._rows_changed()] or ["the requests; the record does not say why"]
         return "\n".join(
             [
-                f"{self.run} was recorded with other options. Nothing was sent. What differs:",
-                *(f"  {edit}" for edit in self.edits or ("the requests; the record does not say why",)),
+                f"{self.run} was recorded {what}. Nothing was sent. What differs:",
+                *(f"  {edit}" for edit in differs),
                 f"{rows_again} sent again{': ' if self.again else ''}{self.again}.{paid}",
+                *self._counts(keeps=False),
                 f"  {keep:<18} keeps the recorded answers and continues",
                 f"  {resend:<18} drops them and sends the rows again",
             ]
         )
+
+    @property
+    def _changed(self) -> int:
+        return sum(each.changed for each in self.matched.values() if each is not None)
+
+    def _rows_changed(self) -> Iterator[str]:
+        for name, each in self.matched.items():
+            if each is not None and each.names and not self.edits:
+                shown = ", ".join(map(str, each.names[:NAMED])) + (", …" if len(each.names) > NAMED else "")
+                yield f"{f'{name}: ' if name else ''}rows that have a recorded answer and changed, by index: {shown}"
 
     def forecast(self, *, keeps: bool) -> str:
         """Return what changed, how many answers stay and what the rest costs. ``keeps``: recorded answers are kept."""
         lines = [f"changed since {self.run} was recorded:", *(f"  {edit}" for edit in self.edits)] if self.edits else []
         if self.cut:
             lines.append(f"asked again, because they were cut at a lower max_tokens: {_answers(self.cut)}")
-        if self.kept is not None and self.total:
-            kept = min(self.total, self.kept + self.dropped) if keeps else self.kept
-            left, cost = self.total - kept, self.again if self.dropped and not keeps else self.rest
-            line = f"answers kept: {kept:,} of {rows(self.total)}"
-            lines.append(f"{line}; {left:,} to send{', ' if cost else ''}{cost}" if left else line)
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._counts(keeps=keeps)])
+
+    def _counts(self, *, keeps: bool) -> Iterator[str]:
+        """Yield a line with the rows of each part that are kept, sent and no longer asked for."""
+        for name, each in self.matched.items():
+            head = f"{name}: " if name else ""
+            if each is None:
+                yield f"{head}{UNREAD}"
+                continue
+            now = each.with_answers_kept() if keeps else each
+            cost = "" if not now.to_send else self.rest_kept if keeps else self.rest
+            yield f"{head}{now}{f', {cost}' if cost and len(self.matched) == 1 else ''}"
+            if now.renamed:
+                yield f"{head}{now.says_renamed}"
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether every row is kept or was not begun before, and no option changed."""
+        return not self.edits and not any(
+            each is not None and (each.changed or each.renamed or each.gone or each.lost)
+            for each in self.matched.values()
+        )
+
+    def to_json(self, *, keeps: bool) -> JsonObject:
+        """Return the same as JSON, for ``--dry-run --json``. The rows of a pipeline are those of its stages by name."""
+        shown: JsonObject = {}
+        for name, each in self.matched.items():
+            now = each.with_answers_kept() if each is not None and keeps else each
+            shown[name] = None if now is None else now.to_json()
+        rows = shown.get("") if set(shown) <= {""} else shown
+        return {"changed_options": [*self.edits], "dropped_answers": 0 if keeps else self.dropped, "rows": rows}
+
+    def tell(self, *, keeps: bool) -> None:
+        """Log the same, unless the user has seen it."""
+        if words := "" if self.told else self.forecast(keeps=keeps):
+            logger.log(logging.INFO if self.is_silent else logging.WARNING, "resuming %s: %s", self.run, words)
+
+    def adoptions(self, part: str, *, keeps: bool) -> Callable[[], Iterator[Adoption]] | None:
+        """Return what a part of the run takes over from other recorded rows."""
+        matching = self.matchings.get(part)
+        return None if matching is None else partial(matching.adoptions, keeps=keeps)
+
+    def close(self) -> None:
+        for matching in self.matchings.values():
+            matching.close()
 
 
 def _answers(count: int) -> str:
@@ -191,65 +257,86 @@ def compare(
     parts: Mapping[str, Prepared],
     worker: AnyWorker | None = None,
     *,
-    counts: bool = True,
     resend: bool = False,
+    known: Changes | None = None,
 ) -> Changes:
-    """Compare a run with its record. ``parts`` are its stages by name; a plain run is its only part, with the name "".
-    ``worker`` is a built-in one. Reads files or Redis, so it may block. Without a record nothing has changed.
-    ``counts``: also count the rows that keep their answers if none is dropped. ``resend``: answers that an earlier
-    session kept after a change are dropped too."""
-    edits: list[str] = []
-    found: list[Changes] = []
-    with open_run(str(run_dir)) as whole:
+    """Compare a run with its record: its options, and its rows. ``parts`` are its stages by name; a plain run is its
+    only part, with the name "". ``worker`` is a built-in one. Reads files or Redis and all inputs, so it may block.
+    Without a record nothing has changed. ``resend``: answers that an earlier session kept after a change are dropped
+    too. ``known`` is returned if it was compared in the same way, else closed. Close the result."""
+    if known is not None:
+        if known.resend == resend:
+            return known
+        known.close()
+    found: dict[str, Changes] = {}
+    with ExitStack() as undone, open_run(str(run_dir)) as whole:
         for name, prepared in parts.items():
             with whole.stage(name) if name else nullcontext(whole) as reader:
-                if not (facts := reader.kept_facts()):  # there is no record yet
-                    continue
-                found.append(_compare(reader, facts, prepared, worker, counts=counts, resend=resend))
-                edits += [f"{name}: {edit}" if name else edit for edit in found[-1].edits]
-        paid = whole.view().progress.cost if any(each.dropped for each in found) else None
-    one = found[0] if len(found) == 1 else Changes(whole.name, ())
-    dropped, again = sum(each.dropped for each in found), [each.again for each in found if each.again]
+                if facts := reader.kept_facts():  # else there is no record yet
+                    found[name] = _compare(reader, facts, prepared, worker, name, resend=resend)
+                    undone.callback(found[name].close)
+        dropped = sum(each.dropped for each in found.values())
+        paid = whole.view().progress.cost if dropped else None
+        undone.pop_all()
+    again = [each.again for each in found.values() if each.again]
+    rest = [each for each in found.values() if each.rest or each.rest_kept]
     return Changes(
         whole.name,
-        edits,
+        [f"{name}: {edit}" if name else edit for name, each in found.items() for edit in each.edits],
         dropped,
-        sum(each.cut for each in found),
-        one.total,
-        one.kept,
+        sum(each.cut for each in found.values()),
+        {name: matched for each in found.values() for name, matched in each.matched.items()},
+        {name: matching for each in found.values() for name, matching in each.matchings.items()},
         again[0] if len(again) == 1 else "",
-        one.rest,
+        rest[0].rest if len(rest) == 1 else "",
+        rest[0].rest_kept if len(rest) == 1 else "",
         paid,
+        resend=resend,
     )
 
 
 def _compare(
-    reader: RunReader, facts: JsonObject, prepared: Prepared, worker: AnyWorker | None, *, counts: bool, resend: bool
+    reader: RunReader, facts: JsonObject, prepared: Prepared, worker: AnyWorker | None, name: str, *, resend: bool
 ) -> Changes:
     prepared, same = matched(prepared, facts, worker)
     same = same and not (resend and facts.get("forced"))
     edits = list(differences(facts, options_of(prepared)))
-    if same and not counts:
-        return Changes(reader.name, edits)
     cut = 0
     if prepared.shapes.raised_from is not None:
         cut = sum(1 for record in reader.rows if record.get("ok") and record.get("truncated"))
-    recorded = 0 if same else reader.rows.counts()[0]
-    kept = None
-    if not same or edits or facts.get("state") == "complete":
-        kept = _kept(reader, prepared, worker, by_row=bool(facts.get("forced")) and same)
-    dropped = max(0, recorded - (kept or 0))
-    total = prepared.plan.total
-    if kept is not None:
-        kept = max(0, kept - cut)
-    again = rest = ""
-    if dropped:
-        again = cost_of(prepared, dropped)
-    elif kept is not None and total:
-        going_on = _conversations(reader, prepared.spec)
-        going_on += [_length(row.past) for row in reader.unfinished() if row.past is not None]
-        rest = cost_of(prepared, max(0, total - kept - len(going_on)), sum(going_on))
-    return Changes(reader.name, edits, dropped, cut, total, kept, again, rest)
+    inputs = prepared.spec.inputs
+    if isinstance(inputs, RowChannel):  # the rows come from another stage
+        return Changes(reader.name, edits, 0 if same else reader.rows.counts()[0], cut)
+    again = readable_again(inputs)
+    if again is None:
+        return Changes(reader.name, edits, 0 if same else reader.rows.counts()[0], cut, {name: None})
+    matching = Matching(reader, facts, prepared, worker, same=same)
+    try:
+        with closing(again) if isinstance(again, LazyRows) else nullcontext():
+            found = matching.match(again)
+        if found is None:  # the journal is lost
+            matching.close()
+            return Changes(reader.name, edits, 0 if same else reader.rows.counts()[0], cut)
+        if cut:
+            found = replace(found, kept=max(0, found.kept - cut))
+        kept = found.with_answers_kept()
+        rest, rest_kept = (_rest_of(reader, prepared, each) for each in (found, kept))
+    except BaseException:
+        matching.close()
+        raise
+    drops = cost_of(prepared, found.changed) if found.changed else ""
+    return Changes(reader.name, edits, found.changed, cut, {name: found}, {name: matching}, drops, rest, rest_kept)
+
+
+def _rest_of(reader: RunReader, prepared: Prepared, found: Matched) -> str:
+    """Return what sending the rows costs that have no answer."""
+    if not found.to_send:
+        return ""
+    going_on = _conversations(reader, prepared.spec) if found.failed else []
+    going_on += [_length(row.past) for row in reader.unfinished() if row.past is not None] if found.begun else []
+    cost = cost_of(prepared, max(0, found.to_send - len(going_on)), sum(going_on))
+    tokens, _, price = cost.partition(", ")
+    return f"about {price}" if price else tokens
 
 
 def retries(run_dir: str | Path, parts: Mapping[str, Prepared]) -> tuple[int, str]:
@@ -330,21 +417,3 @@ def cost_of(prepared: Prepared, count: int, more_tokens: int = 0) -> str:
         factor = (each * count + more_tokens) / (each * dry.rows) if each else 0
         words += ", " + " to ".join(dict.fromkeys(dollars(cost * factor) for cost in dry.cost))
     return words
-
-
-def _kept(reader: RunReader, prepared: Prepared, worker: AnyWorker | None, *, by_row: bool) -> int | None:
-    """Return how many rows have an answer to their question; None if the inputs can be read only once."""
-    inputs = prepared.spec.inputs
-    if not isinstance(inputs, list) or not inputs:
-        return None
-    prepared.plan.check_first(inputs[0])
-    identities = _identities(prepared, Keys(rows_under(prepared, worker)), inputs)
-    return reader.answered(identities, fingerprint_of(prepared, worker).hex(), by_row=by_row)
-
-
-def _identities(prepared: Prepared, keys: Keys, inputs: Iterable[object]) -> Iterator[Identity]:
-    for value in inputs:
-        try:
-            yield keys.identify(value, *prepared.plan.asks(value))
-        except JobError:  # the row fails before a request is sent
-            continue

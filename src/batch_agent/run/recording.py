@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar, cast
 
 from pydantic import JsonValue
 
-from batch_agent.agent.fingerprint import RAISED, AnyWorker, under_record
+from batch_agent.agent.fingerprint import RAISED, under_record
 from batch_agent.agent.prepare import Prepared
 from batch_agent.dispatch.cancellation import outlast
 from batch_agent.dispatch.row_channel import RowChannel
@@ -33,7 +33,7 @@ from batch_agent.record.redis.store import ANNOUNCED, RedisRunStore
 from batch_agent.record.row_json import encode_result, encode_row
 from batch_agent.record.rundir import GOLD_FACT, OPTIONS, SCHEMA, State
 from batch_agent.record.store import OBSERVED, Account, Increment, Resuming, RunStore, WorkStore
-from batch_agent.run.changes import compare, options_of
+from batch_agent.run.changes import Changes, options_of
 from batch_agent.run.control import Inside
 from batch_agent.run.spec_json import pieces, schema_json, spec_json
 from batch_agent.run.trust import HOSTS, ROWS, hosts_of, join_line, sign
@@ -120,15 +120,13 @@ async def announced(store: RunStore | None) -> AsyncIterator[None]:
             await in_thread(store.stop_announcing)
 
 
-async def refuse_changes(spec: BatchSpec, parts: Mapping[str, Prepared], worker: AnyWorker | None) -> None:
-    """Raise SpecError if resuming with these options would drop recorded answers. ``parts`` are those of a Run."""
-    changes = await in_thread(lambda: compare(str(spec.run_dir), parts, worker, counts=False))
-    if changes.dropped:
+async def refuse_changes(compared: Callable[[], Changes], on_change: OnChange) -> None:
+    """Raise SpecError if resuming would drop recorded answers and ``on_change`` does not allow it. Else say what is
+    kept and sent."""
+    changes = await in_thread(compared)
+    if changes.dropped and on_change is None:
         raise SpecError(changes.refusal(flags=False))
-    if changes.edits:
-        logger.info(
-            "changed since %s was recorded: %s; no recorded answer is dropped", changes.run, "; ".join(changes.edits)
-        )
+    changes.tell(keeps=on_change == "keep")
 
 
 async def as_recorded(prepared: Prepared, store: RunStore | None) -> Prepared:
@@ -170,11 +168,13 @@ def originals_of(inputs: object) -> Sequence[object] | dict[int, object] | None:
     return {} if isinstance(inputs, RowChannel) else inputs if isinstance(inputs, list | tuple) else None
 
 
-def resuming_of(prepared: Prepared, on_change: OnChange) -> Resuming:
+def resuming_of(prepared: Prepared, on_change: OnChange, changes: Changes | None = None, stage: str = "") -> Resuming:
+    """Return how a run or a stage uses its record. ``changes`` are those of the whole run, once they are known."""
     spec, retry = prepared.spec, prepared.spec.retry_failed
     kinds = retry if isinstance(retry, bool) else (retry,) if isinstance(retry, str) else tuple(retry)
     keeps, raised = on_change == "keep", prepared.shapes.raised_from is not None
-    return Resuming(spec.resume or keeps, keeps, kinds, drop=on_change == "resend", cut=raised)
+    adopted = None if changes is None else changes.adoptions(stage, keeps=keeps)
+    return Resuming(spec.resume or keeps, keeps, kinds, drop=on_change == "resend", cut=raised, adopted=adopted)
 
 
 def facts_of(

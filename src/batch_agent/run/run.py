@@ -354,9 +354,10 @@ class Run(Generic[T]):
         self.stop()
 
     def changes(self) -> Changes:
-        """Compare the options of a resumed run with those of its record. Reads files or Redis, so it may block."""
-        resend = self.on_change == "resend"
-        return compare(str(self._prepared.spec.run_dir), self.parts, self._function, resend=resend)
+        """Compare a resumed run with its record. Reads files or Redis, and all inputs, so it may block."""
+        run_dir, known, resend = str(self._prepared.spec.run_dir), self.shared.changes, self.on_change == "resend"
+        self.shared.changes = compare(run_dir, self.parts, self._function, resend=resend, known=known)
+        return self.shared.changes
 
     @property
     def parts(self) -> Mapping[str, Prepared]:
@@ -423,8 +424,8 @@ class Run(Generic[T]):
                 outer = None if self._outer is None else self._outer.store
                 spec, how = self._prepared.spec, resuming_of(self._prepared, self.on_change)
                 self._store = self._record = await open_to_feed(spec, how, self._open_record, outer, self._stage)
-                if self._outer is None and spec.resume and self.on_change is None:
-                    await refuse_changes(spec, self.parts, self._function)
+                if self._outer is None and (spec.resume or self.on_change == "keep"):
+                    await refuse_changes(self.changes, self.on_change)
                 async with asyncio.TaskGroup() as first:
                     self._reader = first.create_task(self._check_first())
             self._emit_start()
@@ -461,7 +462,7 @@ class Run(Generic[T]):
             self._emit(RunFinished(self.shared.clock(), self.id, ended, reason))
             failure = await self._end_record(ended, reason, failure) or failure
             if self._outer is None:
-                await self.shared.observers.close()
+                await self.shared.close()
             self._delivery.close(failure)
 
     def _emit_start(self) -> None:
@@ -664,7 +665,8 @@ class Run(Generic[T]):
         if self._crew is None and self._outer is None:
             feeder.joining = say_joining(spec, facts, alone=store.instant)
         keys = Keys(rows_under(prepared, self._function))
-        await feeder.begin(facts, resuming_of(prepared, self.on_change), keys, prepared.schema, spec.keep)
+        resuming = resuming_of(prepared, self.on_change, (self._outer or self.shared).changes, self._stage)
+        await feeder.begin(facts, resuming, keys, prepared.schema, spec.keep)
         if self.scoring is not None:
             await in_thread(partial(self.scoring.keep, store))
             feeder.scoring = self.scoring if self._inside is None else None

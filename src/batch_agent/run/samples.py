@@ -18,17 +18,17 @@ from batch_agent.errors import Interrupted, JobError, OutputError, WorkerFailed
 from batch_agent.files.results import from_json, plainly, to_json
 from batch_agent.foreign import describe, traceback_of
 from batch_agent.job import AgentError, AgentResult, Job
-from batch_agent.record.keys import KEY_BYTES
+from batch_agent.record.keys import KEY_BYTES, asked_of
 from batch_agent.record.store import Identity
 from batch_agent.run.parts import Several
 from batch_agent.trust.votes import FAILED, PENDING, Outcome, Vote, VoteError, Voting
 
 
 def identity_of(row: Identity, number: int) -> Identity:
-    """Return the identity of a sample. That of the first is that of its row."""
+    """Return the identity of a sample. That of the first is that of its row; the others do not depend on its id."""
     if not number:
         return row
-    return Identity(_of_sample(row.key, number), _of_sample(row.row, number))
+    return Identity(_of_sample(asked_of(row.key), number), _of_sample(row.row, number))
 
 
 def _of_sample(digest: bytes, number: int) -> bytes:
@@ -52,8 +52,9 @@ class Samples(Several):
         return len(self._outcomes) - 1
 
     def job_of(self, number: int, key: bytes) -> Job:
-        """Return the job of a sample. ``key`` identifies the row."""
-        return replace(self.job, job_id=f"{self.job.job_id}#{number + 1}", seed=self._voting.seed_of(number, key))
+        """Return the job of a sample. ``key`` identifies the row; an id that changes changes no seed."""
+        seed = self._voting.seed_of(number, asked_of(key))
+        return replace(self.job, job_id=f"{self.job.job_id}#{number + 1}", seed=seed)
 
     def end(self, number: int, result: AgentResult[object]) -> None:
         """Note the end of a sample. An interrupted one has no outcome, and no more samples are asked."""

@@ -33,6 +33,7 @@ from batch_agent.spec import BatchSpec
 from batch_agent.tools.pool import ToolPool
 
 if TYPE_CHECKING:
+    from batch_agent.run.changes import Changes
     from batch_agent.run.sharing import Lending
 
 logger = logging.getLogger("batch_agent")
@@ -58,10 +59,17 @@ class Shared:
     store: RunStore | None = None
     journal: Journal | None = None
     lender: Lending | None = None
+    changes: Changes | None = None  # of a resumed run, since it was compared with its record
     paced: bool = False
     observed: bool = False
     _was_overdue: bool = False
     _most_slots: int = 0
+
+    async def close(self) -> None:
+        """Close what the outermost run has opened."""
+        if self.changes is not None:
+            self.changes.close()
+        await self.observers.close()
 
     def inside(self, prepared: Prepared, run: str, emit: Sink, on_health: OnHealth) -> Shared:
         """Return the state of a run inside this one: its slots are those of its backend."""

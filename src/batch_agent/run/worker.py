@@ -29,7 +29,7 @@ from batch_agent.errors import Cancelled, InputError, Interrupted, ReplayMismatc
 from batch_agent.events import JobStarted, RowTakenOver
 from batch_agent.job import AgentError, AgentResult, Failure, Job, Placed
 from batch_agent.messages import JsonObject
-from batch_agent.record.codec import CALL_BEGUN, ENDED, FAILED, decode
+from batch_agent.record.codec import CALL_BEGUN, RANKS, decode
 from batch_agent.record.journal import OVERDUE, Journal, LeasedIdentity, Trail, to_its_end
 from batch_agent.record.keys import Keys
 from batch_agent.record.memory import MemoryStore
@@ -57,7 +57,6 @@ logger = logging.getLogger("batch_agent")
 
 RENEWALS = 3  # per lease time
 Over = Literal["", "done", "asked to leave", "no feeder", "replaced", "the run is draining", "the run has ended"]
-_RANKS = {ENDED: 0, FAILED: 2}
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +75,7 @@ class HeldRow:
             same = step.key == identity.key or (not self.row.checks and step.content == identity.row)
             if same and step.agent not in self.claimed:
                 agents.setdefault(step.agent, []).append(step)
-        for agent in sorted(agents, key=lambda agent: (_RANKS.get(agents[agent][-1].kind, 1), agent)):
+        for agent in sorted(agents, key=lambda agent: (RANKS.get(agents[agent][-1].kind, 1), agent)):
             self.claimed.add(agent)
             kept = agents[agent]
             try:

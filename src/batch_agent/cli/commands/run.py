@@ -62,6 +62,7 @@ from batch_agent.events import Ended
 from batch_agent.files.read import LazyRows
 from batch_agent.files.results import plainly, to_json
 from batch_agent.job import AgentResult
+from batch_agent.messages import JsonObject
 from batch_agent.observe.progress import Display, can_redraw, is_pipe, with_expected
 from batch_agent.observe.statistics import RecentResult, Statistics
 from batch_agent.observe.summary import score_summary, summary_json, summary_lines
@@ -72,7 +73,7 @@ from batch_agent.record.keys import Keys
 from batch_agent.record.reader import RunSnapshot, look, open_run
 from batch_agent.record.rundir import GOLD_FACT, RESULTS, RUN
 from batch_agent.record.score_reader import has_gold, score_of_run
-from batch_agent.run.changes import retries
+from batch_agent.run.changes import Changes, retries
 from batch_agent.run.recording import OnChange
 from batch_agent.run.run import Run
 from batch_agent.run.scoring import final_score
@@ -161,13 +162,34 @@ def _speed(text: str) -> float:
 
 def _show_plan(options: argparse.Namespace, stdout: TextIO) -> int:
     """Print what would be sent, and its cost at other providers."""
-    plan = load_plan(options) if is_pipeline(options) else DryRun.of(BatchAgent.plan(load_spec(options)))
+    plan: DryRun | PipelinePlan
+    if is_pipeline(options):
+        changes = _planned_changes(load_flow(options, sends=False)) if options.resume else None
+        plan = load_plan(options)
+    else:
+        prepared = BatchAgent.plan(load_spec(options))
+        changes = _planned_changes(Run[object](prepared)) if options.resume else None
+        plan = DryRun.of(prepared)
     comparison = comparison_of(options, plan)
     if options.json:
-        put_json(plan.to_json() | ({} if comparison is None else {"comparison": comparison.to_json()}), stdout)
+        more: JsonObject = {} if comparison is None else {"comparison": comparison.to_json()}
+        if changes is not None:
+            more["resume"] = changes.to_json(keeps=options.on_change == "keep")
+        put_json(plan.to_json() | more, stdout)
     else:
-        put("\n\n".join([plan.to_text(marks_for(stdout)), *([] if comparison is None else [str(comparison)])]), stdout)
+        parts = [plan.to_text(marks_for(stdout)), *([] if comparison is None else [str(comparison)])]
+        if changes is not None and changes.dropped and options.on_change is None:
+            parts.append(changes.refusal(flags=True))
+        elif changes is not None:
+            parts.append(changes.forecast(keeps=options.on_change == "keep") or f"{changes.run} has no record yet")
+        put("\n\n".join(parts), stdout)
     return ROWS_FAILED if isinstance(plan, DryRun) and plan.rows == 0 else ALL_OK
+
+
+def _planned_changes(run: Run[object] | Flow) -> Changes:
+    """Compare a run that would be resumed with its record."""
+    with closing(run.changes()) as changes:
+        return changes
 
 
 @contextmanager
@@ -305,11 +327,13 @@ def go_on(options: argparse.Namespace, run: Run[object] | Flow, run_dir: object)
         if not count:
             return ALL_OK
     changes = run.changes()
+    changes.told = True
     if changes.dropped and run.on_change is None:
         say(f"batch-agent: {changes.refusal(flags=True)}")
         if not options.json and sys.stdin.isatty() and sys.stderr.isatty():
             run.on_change = _ask()
         if run.on_change is None:
+            changes.close()
             return RUN_FAILED
     elif words := changes.forecast(keeps=run.on_change == "keep"):
         say(f"batch-agent: {words}")
@@ -415,7 +439,7 @@ def resume_command(options: argparse.Namespace) -> int:
     asked_for = options.output is not None or options.command == "retry-failed" or options.on_change is not None
     merged = _merged(options, command)
     recorded = view.sessions > 0  # False if the journal is deleted
-    if not asked_for and recorded and view.state == "complete" and _is_as_it_was(view, merged):
+    if not asked_for and not options.dry_run and recorded and view.state == "complete" and _is_as_it_was(view, merged):
         return _say_complete(view, as_json=options.json)
     return run_command(merged)
 
@@ -477,5 +501,5 @@ def _say_complete(view: RunSnapshot, *, as_json: bool) -> int:
     else:
         text = f"{view.name} is complete: {ok:,} rows, all ok, and neither its spec nor its rows have changed."
         lines = [] if score is None else score_summary(score)
-        say("\n".join([text, *lines, f"  results  {output}"]))
+        say("\n".join([f"{text} Kept {ok:,}, to send 0.", *lines, f"  results  {output}"]))
     return ALL_OK if score is None or not score.unmet else REQUIRED

@@ -74,7 +74,11 @@ def add_run_arguments(run: argparse.ArgumentParser) -> None:
     )
     run.add_argument("--spec", metavar="FILE", help="the spec file")
     _add_recording_arguments(run)
-    run.add_argument("--dry-run", action="store_true", help="print the plan and the first prompt; send nothing")
+    run.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the plan and the first prompt, and with --resume which rows are kept; send nothing",
+    )
     _add_comparison(run.add_argument_group("cost at other providers, with --dry-run"))
     _add_run_options(run)
 
@@ -101,13 +105,18 @@ def _add_comparison(group: argparse._ArgumentGroup) -> None:
 
 def add_resume_arguments(resume: argparse.ArgumentParser) -> None:
     resume.add_argument("--no-retry-failed", action="store_true", help="do not retry failed rows")
+    resume.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the plan, and which rows are kept and sent; send nothing",
+    )
     resume.set_defaults(retry_type=None)
     _add_recorded_arguments(resume)
 
 
 def add_retry_arguments(retry: argparse.ArgumentParser) -> None:
     retry.add_argument("--type", metavar="T", dest="retry_type", help="only rows that failed with this type of error")
-    retry.set_defaults(no_retry_failed=False)
+    retry.set_defaults(no_retry_failed=False, dry_run=False)
     _add_recorded_arguments(retry)
 
 
@@ -125,7 +134,7 @@ def _add_recorded_arguments(parser: argparse.ArgumentParser) -> None:
         help="continue the conversations of failed rows (default: only if the cause was outside of the row)",
     )
     _add_change_arguments(parser)
-    parser.set_defaults(no_run_dir=False, dry_run=False, compare=False, compare_only=None)
+    parser.set_defaults(no_run_dir=False, compare=False, compare_only=None)
     parser.set_defaults(gpu_price=None, gpu_speed=None)
     _add_run_options(parser)
 
@@ -137,14 +146,14 @@ def _add_change_arguments(parser: argparse.ArgumentParser) -> None:
         dest="on_change",
         action="store_const",
         const="keep",
-        help="keep the recorded answers although the task, model, schema or tools changed",
+        help="keep the recorded answers although the task, model, schema, tools or rows changed",
     )
     change.add_argument(
         "--resend",
         dest="on_change",
         action="store_const",
         const="resend",
-        help="send rows again whose recorded answers do not fit the changed task, model, schema or tools",
+        help="send rows again whose recorded answers do not fit the changed task, model, schema, tools or rows",
     )
     change.add_argument(  # the older name
         "--force-resume", dest="on_change", action="store_const", const="keep", help=argparse.SUPPRESS

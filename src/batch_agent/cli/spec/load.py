@@ -185,7 +185,7 @@ LEFT_OUT = "left_out"  # names of arguments that were given but not stored
 def recording_of(options: argparse.Namespace, file: SpecFile) -> dict[str, object]:
     """Return the options of BatchSpec about recording and resuming."""
     name = "checkpoint_dir" if "checkpoint_dir" in file.options else "run_dir"
-    if options.no_run_dir or options.dry_run:
+    if options.no_run_dir or (options.dry_run and not options.resume):
         return {name: None, "resume": False, "on_change": None}
     recording: dict[str, object] = {name: _run_dir(options, file.options.get(name), file.path)}
     if options.resume:

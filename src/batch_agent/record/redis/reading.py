@@ -38,7 +38,7 @@ from batch_agent.record.redis.store import RUNS, RedisRunStore, unpack_step
 from batch_agent.record.row_json import decode_row
 from batch_agent.record.rundir import GOLD, stage_names
 from batch_agent.record.steps import Past, Spent
-from batch_agent.record.store import Identity, KeptStep, RunProgress
+from batch_agent.record.store import KeptStep, RecordedRow, RunProgress
 from batch_agent.record.timeline import MOST_SAMPLES, SAMPLE, Line, TimelineRecord
 from batch_agent.share.table import BUDGET_COST, BUDGET_TOKENS, DOLLAR, Table, of_stage
 
@@ -47,6 +47,7 @@ T = TypeVar("T")
 # Facts for workers only, or shown elsewhere.
 INTERNAL = ("spec", "specs", "row_schema", "first", "pieces", "summary", "asked")
 PAGE = 500  # entries read at once
+STATES = {b"k": 0, b"f": 2}  # ranks of rows; others have begun
 LIVE_ROWS = 200  # running rows in an answer
 SPANS_OF_ROWS = 2000  # finished rows whose turns are in the timeline: this many first ones, and as many latest ones
 SEQUENCE = 20  # bits of the number of an entry within its millisecond
@@ -152,19 +153,22 @@ class RedisReader(RunReader):
     def steps_of(self, row: str) -> list[KeptStep]:
         return [unpack_step(step) for step in self.command("LRANGE", self.store.key(f"steps:{row}"), 0, -1)]
 
-    def answered(self, rows: Iterator[Identity], fingerprint: str, *, by_row: bool) -> int | None:
-        copies: Counter[str] = Counter()
-        count = 0
-        while page := [identity.key.hex() for identity in islice(rows, PAGE)]:
-            names = []
-            for key in page:
-                names.append(f"{key}-{copies[key]}" if copies[key] else key)
-                copies[key] += 1
-            known = self.command("HMGET", self.store.key("rows"), *names)
-            kept = self.command("HMGET", self.store.key("contents"), *(f"={name}" for name in names))
-            answers = (row is not None and row.split(b" ")[2] == b"k" for row in known)
-            count += sum(answer and (by_row or old is None) for answer, old in zip(answers, kept, strict=True))
-        return count
+    def recorded(self, fingerprint: str | None, *, forced: bool) -> Iterator[RecordedRow]:
+        cursor = b"0"
+        since = int(self.command("HGET", self.store.key("run"), "since") or 0)
+        while True:
+            cursor, found = self.command("HSCAN", self.store.key("rows"), cursor, "COUNT", PAGE)
+            names = [name.decode() for name in found]
+            marks = self.command("HMGET", self.store.key("contents"), *(f"={name}" for name in names)) if names else ()
+            for name, mark, known in zip(names, marks, found.values(), strict=True):
+                session, index, state, *_ = known.split(b" ")
+                is_result = state != b"k" or int(session) >= since
+                # An answer that was kept by force is one to another question.
+                key = b"" if mark is not None and not forced else bytes.fromhex(name.partition("-")[0])
+                if is_result:
+                    yield RecordedRow(name, key, None, STATES.get(state, 1), int(index))
+            if cursor in (0, b"0"):
+                return
 
     def unfinished(self) -> Iterator[UnfinishedRow]:
         column = self._id_column()

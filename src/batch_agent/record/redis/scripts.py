@@ -75,6 +75,38 @@ return {tostring(session), before[3] or '', latest and latest[1] or '0-0'}
 """
 )
 
+# session, prefix of steps; then for each row that takes over a recorded one: name of the recorded row, its own key,
+# its content, '1' if the answer is one to another question. The steps are copied under the name of the new row, which
+# is then fed like one that has begun.
+ADOPT = (
+    _HEAD
+    + """
+local session, prefix = ARGV[1], ARGV[2]
+if replaced(session) then return 'REPLACED' end
+for i = 3, #ARGV, 4 do
+  local old, key, content, forced = unpack(ARGV, i, i + 3)
+  local fed, index, state, place, error = describe(old)
+  local row, copies, before = key, 0, string.match(old, '^%x+')
+  while describe(row) or redis.call('EXISTS', prefix .. row) == 1 do
+    copies = copies + 1
+    row = key .. '-' .. copies
+  end
+  if fed and fed ~= session then
+    for _, step in ipairs(redis.call('LRANGE', prefix .. old, 0, -1)) do
+      local agent, own, rest = string.match(step, '^(%d+) (%S*) %S* (.*)$')
+      if own == before then step = agent .. ' ' .. key .. ' ' .. content .. ' ' .. rest end
+      redis.call('RPUSH', prefix .. row, step)
+    end
+    if redis.call('EXISTS', prefix .. row) == 0 and state ~= 'q' then  -- only its result was kept
+      redis.call('HSET', rows, row, redis.call('HGET', rows, old))
+    end
+    if forced == '1' then redis.call('HSET', contents, '=' .. row, 1) end
+  end
+end
+return 1
+"""
+)
+
 # session, a number that is unique to this feeder
 KEEP_FEED = (
     _HEAD

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import count
+from itertools import count, islice
 from threading import Lock
 from typing import Any, TypeVar, cast
 
@@ -77,6 +77,7 @@ logger = logging.getLogger("batch_agent")
 RUNS = "batch-agent:runs"  # set of the names of the runs in a database
 KEPT_WORKER = 3600  # seconds that the description of a worker is kept after its latest renewal
 STARTING, ANNOUNCED = "starting", 30  # key of a run whose feeder has not begun, and its seconds
+ADOPTED_AT_ONCE = 100  # rows whose records are taken over by one command
 BLOCKED = 1.0  # seconds that a command may wait in Redis
 FEW, PAUSE = 3, 0.05  # attempts to change the table before a pause, and the longest pause in seconds
 CALL_SECONDS = 24 * 3600.0  # after which a call that never ended is deleted
@@ -260,6 +261,12 @@ class RedisRunStore:
         if not self.address.stage:
             self._command("SADD", RUNS, self.address.name)
         session, previous, position = answer
+        adoptions = iter(()) if resuming.adopted is None else resuming.adopted()
+        while some := list(islice(adoptions, ADOPTED_AT_ONCE)):
+            adopted: list[object] = [int(session), self._steps]
+            for each in some:
+                adopted += (each.row, each.key.hex(), each.content.hex(), int(each.forced))
+            self._fenced(scripts.ADOPT, *adopted)
         if resuming.force and previous:
             logger.warning(KEEPS, self.address)
         return FeederSession(
