@@ -250,9 +250,9 @@ class Run(Generic[T]):
         return self._leases is not None and bool(self._leases.held)
 
     def statistics(self) -> Statistics:
-        statistics, spending = self._metrics.statistics(), self.shared.spending
-        if spending.per_second and self._outer is None:  # as the budget counts it
-            statistics = replace(statistics, cost=spending.so_far()[1])
+        statistics = self._metrics.statistics()
+        if self.shared.spending.per_second and self._outer is None:  # as the budget counts it
+            statistics = replace(statistics, cost=self.shared.spending.so_far()[1])
         if self._metrics.elsewhere:
             statistics = replace(statistics, peak_running=self.shared.at_most_slots(statistics.peak_running))
         prewarm = None if self._workshop is None else self._workshop.prewarm
@@ -499,9 +499,8 @@ class Run(Generic[T]):
         self._is_shared = self._is_shared or not store.instant or shared.lender is not None
         number = await self._begin_record(prepared)
         if self._outer is None:
-            url = None if store.instant else str(prepared.spec.run_dir)
-            facts, is_shared = self._facts_for_workers, self._is_shared
-            self.serving = Serving(store, url, facts, self.begin_sharing, is_shared=is_shared)
+            how = (None if store.instant else str(prepared.spec.run_dir), self._facts_for_workers, self.begin_sharing)
+            self.serving = Serving(store, *how, is_shared=self._is_shared)
         shared.keep_rates(prepared.spec)
         async with AsyncExitStack() as extent:
             if self._outer is None:
@@ -614,8 +613,8 @@ class Run(Generic[T]):
             await self._begin_feed(prepared, self._record, fingerprint)
         if self._feeds and not self._works and not store.instant and self._inside is None:
             return 0  # it neither works nor has files
-        here: JsonObject = {"host": platform.node(), "process": os.getpid(), "feeder": self._feeds}
-        number = store.join(here) if store.instant else await in_thread(partial(store.join, here))
+        here = partial(store.join, {"host": platform.node(), "process": os.getpid(), "feeder": self._feeds})
+        number = here() if store.instant else await in_thread(here)
         spending, outer = self.shared.spending, self._outer
         account = spending if outer is None else StageAccount(self._metrics, outer.journal)
         budgets = () if outer is not None else shared_budgets(spending)
@@ -658,15 +657,14 @@ class Run(Generic[T]):
         )
         feeder.alone, feeder.paced = store.instant and not self._is_shared, self.shared.paced
         feeder.is_outermost, feeder.pilot = self._outer is None, self.pilot_rows
-        names = () if self._inside is None else self._inside.names
-        facts = facts_of(prepared, fingerprint, self._command, names, observed=self.shared.observed)
+        stages = () if self._inside is None else self._inside.names
+        facts = facts_of(prepared, fingerprint, self._command, stages, observed=self.shared.observed)
         if self._is_shared:
             facts |= self._facts_for_workers()
         if self._crew is None and self._outer is None:
             feeder.joining = say_joining(spec, facts, alone=store.instant)
-        keys = Keys(rows_under(prepared, self._function))
-        resuming = resuming_of(prepared, self.on_change, (self._outer or self.shared).changes, self._stage)
-        await feeder.begin(facts, resuming, keys, prepared.schema, spec.keep)
+        how = resuming_of(prepared, self.on_change, (self._outer or self.shared).changes, self._stage)
+        await feeder.begin(facts, how, Keys(rows_under(prepared, self._function)), prepared.schema, spec.keep)
         if self.scoring is not None:
             await in_thread(partial(self.scoring.keep, store))
             feeder.scoring = self.scoring if self._inside is None else None
