@@ -10,7 +10,8 @@ from tests.serve.served import CHAT, Client, chat, serving
 from tests.serve.test_openai_batches import backend
 
 from batch_agent.serve import batches, upstreams
-from batch_agent.testing import Fail, Hang, Request, Say
+from batch_agent.serve.models import open_models
+from batch_agent.testing import Fail, Hang, Request, Say, ScriptedServer
 from batch_agent.testing.replies import ScriptedReply
 
 SPENT: ScriptedReply = Fail(429, {"error": {"message": "You exceeded your quota", "code": "insufficient_quota"}})
@@ -105,6 +106,30 @@ async def test_the_first_good_answer_ends_an_outage(tmp_path: Path, refusal: Scr
         done = await client.wait(batch["id"])
         assert done["status"] == "completed" and done["request_counts"]["completed"] == 20
         assert (await client.send("GET", "/health"))[0] == 200
+
+
+async def test_a_model_that_is_away_stops_neither_the_others_nor_their_people(tmp_path: Path) -> None:
+    away, good = ScriptedServer(lambda request: Fail(500), models=["away"]), ScriptedServer(models=["here"])
+    async with away, good:
+        models = open_models(None, {"away": away.backend_url, "here": good.backend_url})
+        async with serving(tmp_path, models, outage_patience=0.5) as client:
+            mixed = [chat(f"m{number}", model=("away", "here")[number % 2]) for number in range(40)]
+            waits = [await client.create([chat(f"a{number}", model="away") for number in range(200)]) for _ in range(5)]
+            half = await client.create(mixed)
+            while (await client.send("GET", "/health"))[1]["unavailable"] != ["away"]:
+                await asyncio.sleep(0.05)
+            goes = await client.create([chat(f"b{number}", model="here") for number in range(200)])
+            done = await client.wait(goes["id"])
+            assert done["request_counts"] == {"total": 200, "completed": 200, "failed": 0}
+            assert (await ask(client, model="here"))[0] == 200
+            assert (await ask(client, model="away"))[0] == 503
+            status, health = await client.send("GET", "/health")
+            assert status == 200 and health == {"status": "degraded", "models": ["here"], "unavailable": ["away"]}
+            while (await client.get(f"/v1/batches/{half['id']}"))["request_counts"]["completed"] < 20:
+                await asyncio.sleep(0.05)
+            for batch in (*waits, half):
+                now = await client.get(f"/v1/batches/{batch['id']}")
+                assert now["status"] == "in_progress" and not now["request_counts"]["failed"]
 
 
 async def test_health_is_true_without_traffic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

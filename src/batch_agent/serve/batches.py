@@ -58,7 +58,8 @@ AGAIN_SECONDS = 5.0  # before a batch whose record could not be written is conti
 # in a row without another line done it fails, with everything that is done in its files.
 MOST_FRUITLESS = 6
 LEAD_SECONDS = 5.0  # that lines wait for the first one with their prefix
-MOST_LATER = 1024  # lines that wait for it in memory
+MOST_LATER = 1024  # lines that wait for it in memory, or for a server
+MOST_SKIPPED = 64  # lines for servers that are away, at one look for a line that may start
 LOCK = "lock"  # in the folder of a batch, held by the process that works on it
 QUEUE_LIMIT = "queue_limit_exceeded"
 RUN = "run"
@@ -82,6 +83,10 @@ class Granted:
     beside: int = 0  # other requests that were in flight then
     tokens: int = 0
 
+    @property
+    def model(self) -> str:
+        return str(self.body["model"])
+
 
 class RunningBatch(Entrant):
     """A batch that has been validated, while its lines are asked. ``inlet`` has the rows of its run. ``travels``:
@@ -103,6 +108,7 @@ class RunningBatch(Entrant):
         self._ordered = lines.left_in_order()
         self._next: tuple[BatchLine, str, JsonObject] | None = None
         self._later: deque[BatchLine] = deque()  # lines that wait for the first one with their prefix
+        self._away: deque[tuple[BatchLine, str]] = deque()  # lines whose model cannot be answered now
         self._leaders: dict[bytes, float] = {}  # by prefix: the loop time until which others wait for its first line
         self.run: Run[object] | None = None
 
@@ -111,14 +117,25 @@ class RunningBatch(Entrant):
         return self.lines.left
 
     def offer(self) -> int | None:
-        if self._next is None and not self.closed:
-            try:
-                line = self._next_in_order()
-                self._next = None if line is None else (line, *self.lines.read(line))
-            except (OSError, ValueError, sqlite3.Error) as error:
-                self.failure = error
-                self.close()
-        return None if self._next is None else self._next[0].size
+        for _ in range(MOST_SKIPPED):
+            if self._next is None and not self.closed:
+                try:
+                    line = self._next_in_order()
+                    self._next = None if line is None else (line, *self.lines.read(line))
+                except (OSError, ValueError, sqlite3.Error) as error:
+                    self.failure = error
+                    self.close()
+            if self._next is None:
+                return None
+            line, _, body = self._next
+            self.model = str(body["model"])
+            if not self._turnstile.waits(self.model):
+                return line.size
+            if len(self._away) >= MOST_LATER:
+                return None
+            self._away.append((line, self.model))
+            self._next = None
+        return None
 
     def start(self, expected: float) -> None:
         assert self._next is not None
@@ -141,7 +158,9 @@ class RunningBatch(Entrant):
     def _next_in_order(self) -> BatchLine | None:
         """Return the next line; None if there is none now. Those with a long prefix come after the answer to the first
         of them, so that the engine has computed it; meanwhile other lines come."""
-        later = self._later
+        later, away = self._later, self._away
+        if away and not self._turnstile.waits(away[0][1]):
+            return away.popleft()[0]
         if later and self._is_led(later[0].group):
             return later.popleft()
         while len(later) < MOST_LATER:
@@ -151,7 +170,7 @@ class RunningBatch(Entrant):
             if not line.has_long_prefix or self._is_led(line.group):
                 return line
             later.append(line)
-        if not later:
+        if not later and not away:
             self.close()
         return None
 
@@ -172,7 +191,9 @@ class RunningBatch(Entrant):
         finally:
             self._lead_over(granted.line.group)
             if self._granted.pop(granted.line.number, None) is not None:
-                self._turnstile.ended(self, granted.tokens, granted.expected, sent=bool(granted.sent_at))
+                self._turnstile.ended(
+                    self, granted.tokens, granted.expected, sent=bool(granted.sent_at), model=granted.model
+                )
 
     async def _answer(self, granted: Granted, dialogue: Dialogue) -> LineAnswer:
         def call(models: ServedModels, question: ModelRequest) -> ClientCall:
@@ -202,7 +223,7 @@ class RunningBatch(Entrant):
         if not granted.sent_at:
             granted.sent_at = self._clock()
             granted.beside = self._turnstile.inflight - 1 + self._turnstile.governor.active
-            self._turnstile.sent()
+            self._turnstile.sent(granted.model)
 
     def state_of(self, number: int) -> str:
         """Return the state of a line that is not done, or ""."""
@@ -211,7 +232,7 @@ class RunningBatch(Entrant):
     def abandon(self) -> None:
         """End lines that were started and that the run has not begun."""
         for granted in self._granted.values():
-            self._turnstile.ended(self, 0, granted.expected, sent=bool(granted.sent_at))
+            self._turnstile.ended(self, 0, granted.expected, sent=bool(granted.sent_at), model=granted.model)
         self._granted.clear()
 
     def take(self, result: AgentResult[object]) -> None:
@@ -220,7 +241,7 @@ class RunningBatch(Entrant):
         if self._travels and (granted := self._granted.pop(result.index, None)) is not None:
             self._lead_over(granted.line.group)
             tokens = result.usage.prompt_tokens + result.usage.completion_tokens
-            self._turnstile.ended(self, tokens, granted.expected, sent=True)
+            self._turnstile.ended(self, tokens, granted.expected, sent=True, model=granted.model)
         if not result.ok:
             if result.error.type == Interrupted.type:
                 return
@@ -307,6 +328,8 @@ class ServedBatches:
 
     async def take_over(self, batches: list[ServedBatch]) -> None:
         """Begin with batches that no process works on, and keep those of this process."""
+        for tenant in tuple(self._waiting):
+            self._open_next(tenant)  # a model that they wait behind may have gone away
         for batch in batches:
             if self._lease is not None or batch.id not in self._live:
                 await self.start(batch)
@@ -633,10 +656,14 @@ class ServedBatches:
 
     def _open_next(self, tenant: str) -> None:
         waiting, opened = self._waiting.get(tenant, {}), self._open.setdefault(tenant, set())
-        # A batch with an earlier deadline than all open ones does not wait for them.
+        # A batch with an earlier deadline than all open ones does not wait for them, and none waits for one whose
+        # model cannot be answered now.
         for id, (deadline, turn) in sorted(waiting.items(), key=lambda item: item[1][0]):
-            known = [self.running[each].batch.deadline for each in opened if each in self.running]
-            if len(opened) >= OPEN_PER_TENANT and deadline >= min(known, default=inf):
+            known = [self.running[each].batch for each in opened if each in self.running]
+            stuck = sum(bool(each.model and self._turnstile.stopped(each.model)) for each in known)
+            if len(opened) - stuck >= OPEN_PER_TENANT and deadline >= min(
+                (each.deadline for each in known), default=inf
+            ):
                 return
             if not turn.done():
                 opened.add(id)

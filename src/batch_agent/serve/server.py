@@ -117,11 +117,18 @@ class BatchService:
             self.webhooks = Webhooks(self.catalog, options.now)
             governor = Governor(options.interactive_latency)
             travels = bool(options.store)
-            self.turnstile = Turnstile(dispatcher, governor, now=options.now, blocked=self._blocked, travels=travels)
+            self.upstreams = ModelServers(self.models, dispatcher, options.now)
+            self.turnstile = Turnstile(
+                dispatcher,
+                governor,
+                now=options.now,
+                blocked=self._blocked,
+                stopped=self.upstreams.stopped,
+                travels=travels,
+            )
             polled = poll_load(self.models, dispatcher, None, lambda full: None, self.turnstile)
             await extent.enter_async_context(polled)
             self.batches = ServedBatches(self.catalog, self.models, shared, self.turnstile, options, self.webhooks.wake)
-            self.upstreams = ModelServers(self.models, dispatcher, options.now)
             self.interactive = Interactive(
                 self.models, dispatcher, self.turnstile, self.upstreams, options.outage_patience
             )

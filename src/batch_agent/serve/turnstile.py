@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf, isinf
@@ -58,6 +58,7 @@ class Entrant(ABC):
     def __init__(self, name: str, tenant: str, deadline: float) -> None:
         self.name, self.tenant, self.deadline = name, tenant, deadline
         self.closed = False  # no further line of it starts
+        self.model = ""  # of the line that was offered
         self.inflight = 0
         self.answered = 0
         self.per_line = 0.0  # tokens
@@ -86,7 +87,8 @@ class Entrant(ABC):
 
 
 class Turnstile:
-    """``now`` returns unix seconds. ``blocked`` returns why no line may start at all, or "". ``travels``: processes of
+    """``now`` returns unix seconds. ``blocked`` returns why no line may start at all, or "". ``stopped``: whether no
+    server can answer a model now. ``travels``: processes of
     other machines may ask a line that was started; all lines together take no more than the slots of this process."""
 
     def __init__(
@@ -96,14 +98,16 @@ class Turnstile:
         *,
         now: Callable[[], float],
         blocked: Callable[[], str] = lambda: "",
+        stopped: Callable[[str], object] = lambda model: False,
         travels: bool = False,
     ) -> None:
         self._dispatcher, self.governor, self._now, self._blocked = dispatcher, governor, now, blocked
-        self._travels = travels
+        self.stopped, self._travels = stopped, travels
+        self._flying: Counter[str] = Counter()  # lines in flight, by model
+        self._unsent: Counter[str] = Counter()  # of these, lines that have not asked for a slot yet
         self._feed = dispatcher.feed(lambda: None)
         self._feed.reading = True  # it has no rows of its own
         self._changed, self._idle = asyncio.Event(), asyncio.Event()
-        self._pending = 0
         self.accounts: dict[str, TenantAccount] = {}
         self.entrants: dict[str, Entrant] = {}
         self.inflight = 0
@@ -162,6 +166,15 @@ class Turnstile:
             account = self.accounts[tenant] = TenantAccount()
         return account
 
+    def waits(self, model: str) -> bool:
+        """Return whether no line for a model starts now: its servers cannot answer, and a line is there to try them.
+        Lines for other models must not wait behind it."""
+        return self._flying[model] > 0 and bool(self.stopped(model))
+
+    def _moving(self) -> int:
+        """Return the lines in flight, without those that wait for a server to come back."""
+        return self.inflight - sum(lines for model, lines in self._flying.items() if lines and self.stopped(model))
+
     def set_terms(self, terms: Mapping[str, tuple[float, int | None]], used_today: Mapping[str, int]) -> None:
         """Set share and daily tokens of each tenant, and what each used today."""
         for name, (share, tokens) in terms.items():
@@ -171,15 +184,20 @@ class Turnstile:
             account.today = used_today.get(name, 0) + self.spent.get(name, 0)
         self.touch()
 
-    def sent(self) -> None:
-        """A line that was started has its slot."""
-        self._pending = max(0, self._pending - 1)
+    @property
+    def _pending(self) -> int:
+        return sum(lines for model, lines in self._unsent.items() if lines and not self.stopped(model))
+
+    def sent(self, model: str = "") -> None:
+        """A line for a model that was started has its slot."""
+        self._unsent[model] = max(0, self._unsent[model] - 1)
         self.touch()
 
-    def ended(self, entrant: Entrant, tokens: int, expected: float, *, sent: bool) -> None:
+    def ended(self, entrant: Entrant, tokens: int, expected: float, *, sent: bool, model: str = "") -> None:
         """A line has ended, after ``tokens``; ``expected`` were counted when it was started."""
+        self._flying[model] -= 1
         if not sent:
-            self._pending = max(0, self._pending - 1)
+            self._unsent[model] = max(0, self._unsent[model] - 1)
         account = self.account(entrant.tenant)
         account.inflight -= 1
         entrant.inflight -= 1
@@ -238,7 +256,8 @@ class Turnstile:
         """Start the next line. Returns False if none may start now."""
         scheduler = self._dispatcher.scheduler
         slots = scheduler.slots  # 0 in an outage: then one line is the trial
-        if self._pending and slots is not None and scheduler.inflight + self._pending >= slots:
+        pending = self._pending
+        if pending and slots is not None and scheduler.inflight + pending >= slots:
             return False  # the free slots will be taken by lines that were started
         chosen = self._choose(slots)
         if chosen is None:
@@ -249,7 +268,8 @@ class Turnstile:
         account.pledged += expected
         for one in (account, entrant, self):
             one.inflight += 1
-        self._pending += not self._travels
+        self._flying[entrant.model] += 1
+        self._unsent[entrant.model] += not self._travels
         if not entrant.began:
             entrant.began = asyncio.get_running_loop().time()
         entrant.start(expected)
@@ -263,7 +283,7 @@ class Turnstile:
     def _choose(self, slots: int | None) -> tuple[Entrant, int] | None:
         """Return the batch whose line starts next, and the bytes of that line; None if no line may start now."""
         self.why = ""
-        full = self._travels and slots is not None and self.inflight >= max(1, slots)
+        full = self._travels and slots is not None and self._moving() >= max(1, slots)
         if self._pending >= PENDING or full or self.resting:
             return None
         offered = [(each, size) for each in tuple(self.entrants.values()) if (size := each.offer()) is not None]
@@ -279,7 +299,7 @@ class Turnstile:
             return None
         governor = self.governor
         limit = governor.limit(asyncio.get_running_loop().time())
-        if (limit is not None and self.inflight >= limit) or self.may_wait_in_engine():
+        if (limit is not None and self._moving() >= limit) or self.may_wait_in_engine():
             self._free_since = None
             late = [one for one in within if self.is_late(one[0])]
             if not late or slots is None or self.inflight >= URGENT_SHARE * slots:
@@ -299,7 +319,7 @@ class Turnstile:
     def _has_group(self, limit: int) -> bool:
         """Return whether lines may start beside people: several together, so that most steps of an engine only decode,
         which takes less time than a step with a prefill."""
-        now, free = asyncio.get_running_loop().time(), limit - self.inflight
+        now, free = asyncio.get_running_loop().time(), limit - self._moving()
         if self._free_since is None:
             self._free_since = now
         if free < GROUP * limit and now - self._free_since < HOLD_SECONDS:
