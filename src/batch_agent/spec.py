@@ -146,7 +146,11 @@ class BatchSpec(BaseModel):
         Allowed('"majority", "median", a function, or a mapping of fields to these'),
         Compared.VALUE,
         Unset("`majority`"),
-        Flag("HOW", "how samples vote: majority, median or module:function", group=FlagGroup.QUESTION),
+        Flag(
+            "HOW",
+            "how samples vote: majority, median or module:function; FIELD=HOW for one field, repeatable",
+            group=FlagGroup.QUESTION,
+        ),
     ] = Field(
         None,
         description='How samples vote: `"majority"`, `"median"`, or your own function (`"module:function"`) of the '

@@ -263,3 +263,19 @@ def test_a_column_of_images_is_looked_up_beside_the_rows(capsys: pytest.CaptureF
     shown = capsys.readouterr().out
     assert "See [image sha256:" in shown
     assert "data/b.png cannot be read" in shown
+
+
+def test_samples_and_votes_are_flags_for_all_fields_or_for_each(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("picks.py").write_text("def first(values):\n    return values[0]\n")
+    asked = ["--task", "Say {text}", "rows.csv", "--schema", '{"mood": "a|b", "price": "number"}', "--samples", "3"]
+    assert (plan([*asked], capsys)["samples"], plan([*asked], capsys)["samples_at_once"]) == (3, 2)
+    for vote, voted, at_once in (
+        (["--vote", "median"], "mood, price", 2),
+        (["--vote", "price=median", "--vote", "mood=picks:first"], "price, mood", 3),
+        (["--vote", "picks:first"], "mood, price", 3),
+    ):
+        assert main(["run", *asked, *vote, *BACKEND, "--dry-run"]) == 0
+        assert f"voted: {voted}" in capsys.readouterr().out
+        assert plan([*asked, *vote], capsys)["samples_at_once"] == at_once
+    assert "tone" in complaint(["run", *asked, "--vote", "tone=majority", *BACKEND], capsys)
+    assert "needs a temperature above 0" in complaint(["run", *asked, "--temperature", "0", *BACKEND], capsys)

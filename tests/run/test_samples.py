@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -10,11 +11,22 @@ from typing import Any, Literal
 
 import pytest
 from pydantic import BaseModel, model_validator
+from tests.run.process_work import WarmCrew
 
 from batch_agent import AgentResult, BatchAgent, Tool
 from batch_agent.agent.dryrun import DryRun
 from batch_agent.errors import SpecError
-from batch_agent.testing import BatchServer, Fail, Request, Say, ScriptedBackend, ScriptedServer, virtual_clock
+from batch_agent.testing import (
+    BatchServer,
+    CallTools,
+    Fail,
+    Request,
+    Say,
+    ScriptedBackend,
+    ScriptedServer,
+    ToolUse,
+    virtual_clock,
+)
 
 
 class Answer(BaseModel):
@@ -279,3 +291,84 @@ def test_a_plan_says_how_many_samples_are_asked_and_which_fields_vote() -> None:
     alone = BatchAgent.plan(**{**options, "samples": 1}, output_schema=Answer)
     plans = [DryRun.untouched(each).to_json()["estimated_tokens"] for each in (plan, alone)]
     assert plans[0]["first_requests"] == 3 * plans[1]["first_requests"]  # type: ignore[index,call-overload,operator]
+
+
+@virtual_clock
+@pytest.mark.parametrize("limit", [{"max_agents": 1}, {"max_inflight": 1}, {"max_agents": 2, "max_inflight": 1}])
+async def test_little_room_delays_samples_and_never_stops_them(limit: dict[str, int]) -> None:
+    script = by_row({row: ["good", "bad", "mixed"] for row in "abcdef"})
+    results, backend = await run(script, inputs=list("abcdef"), **limit)
+    assert [len(result.samples) for result in results] == [3] * 6
+    assert backend.peak_inflight == 1
+
+
+@virtual_clock
+async def test_a_row_whose_run_is_drained_still_gets_the_samples_that_it_needs() -> None:
+    backend = ScriptedBackend(by_row({"a": ["good", "bad", "bad"], "b": ["good"] * 3}))
+    async with BatchAgent.open(
+        task="{input}", inputs=["a", "b"], output_schema=MOODS, samples=3, backend=backend, max_agents=1
+    ) as opened:
+        run: Any = opened
+        while not backend.requests:
+            await asyncio.sleep(0.1)
+        run.drain()
+        results = [result async for result in run.results()]
+    done = {result.job_id: result for result in results if result.ok}
+    assert done["0"].votes == {"mood": {"counts": {"good": 1, "bad": 2}, "against": 1}}
+    assert len(backend.requests) == 3
+
+
+@virtual_clock
+async def test_a_run_out_of_budget_leaves_a_row_unfinished_and_a_resume_asks_the_rest(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"run_dir": tmp_path, "resume": True, "inputs": ["a"], "max_tokens": 20}
+    short, backend = await run(by_row({"a": ["good", "bad", "bad"]}), max_total_tokens=45, **options)
+    assert [result.error.type for result in short if result.error] == ["Interrupted"]
+    asked = len(backend.requests)
+    assert asked < 3
+    again, backend = await run(by_row({"a": ["good", "bad", "bad"][asked:]}), **options)
+    assert (len(again[0].samples), len(backend.requests)) == (3, 3 - asked)
+
+
+@virtual_clock
+async def test_a_request_that_fails_for_a_moment_is_no_failed_sample() -> None:
+    answers = iter([Fail(503), Say('{"mood": "good"}'), Say('{"mood": "good"}')])
+    [result], _ = await run(lambda request: next(answers), max_retries=3)
+    assert result.votes == {"mood": {"counts": {"good": 2}, "against": 0}}
+    assert result.attempts == 2
+
+
+async def test_a_function_votes_in_other_processes(tmp_path: Path) -> None:
+    answers: Counter[str] = Counter()
+
+    def script(request: Request) -> Say:
+        answers[request.text] += 1
+        return Say(json.dumps({"mood": ["good", "good", "bad"][answers[request.text] - 1]}))
+
+    async with ScriptedServer(script, models=["m"]) as server:
+        results = await BatchAgent.run(
+            task="{input}",
+            inputs=["a", "b"],
+            output_schema=MOODS,
+            samples=3,
+            vote={"mood": "tests.run.test_samples:last_of"},
+            backend=server.backend_url,
+            model="m",
+            cluster=WarmCrew(),
+            run_dir=tmp_path,
+        )
+    assert [result.output for result in results] == [{"mood": "bad"}] * 2
+    assert results.summary.to_json()["samples"] == {"rows": 2, "asked": 6, "spared": 0, "identical": False}
+
+
+@virtual_clock
+async def test_a_tool_that_reads_may_be_called_by_each_sample() -> None:
+    @Tool.define(effect="read")
+    async def look_up(word: str) -> str:
+        """Look a word up."""
+        return f"about {word}"
+
+    def script(request: Request) -> Say:
+        return CallTools(ToolUse("look_up", {"word": "x"})) if request.turn == 0 else Say('{"mood": "good"}')
+
+    [result], _ = await run(script, tools=[look_up])
+    assert (result.output, result.turns) == ({"mood": "good"}, 4)

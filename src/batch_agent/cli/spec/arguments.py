@@ -270,6 +270,10 @@ def _reading(name: str, flag: Flag) -> dict[str, Any]:
     return {"type": _number(name) if types & {int, float} else str, "metavar": flag.metavar}
 
 
+# Options that may be a text or a mapping, and the form of a pair of it.
+TEXT_OR_PAIRS = {"gold": "FIELD=COLUMN", "vote": "FIELD=HOW"}
+
+
 class Pairs(argparse.Action):
     """Reads a mapping: ``NAME=VALUE``, again for each name, or JSON. A text without ``=`` stands for itself, where the
     option may be text."""
@@ -283,11 +287,11 @@ class Pairs(argparse.Action):
         elif "=" in text:
             field, _, rest = text.partition("=")
             known[field.strip()] = json_or_text(rest) if self.dest == "tolerance" else rest
-        elif self.dest == "gold" and before is None:
+        elif self.dest in TEXT_OR_PAIRS and before is None:
             setattr(options, self.dest, text)
             return
         else:
-            again = "; a second one must be FIELD=COLUMN" if self.dest == "gold" else ""
+            again = f"; a second one must be {TEXT_OR_PAIRS[self.dest]}" if self.dest in TEXT_OR_PAIRS else ""
             raise argparse.ArgumentError(self, f"{text!r} is not {self.metavar}{again}")
         setattr(options, self.dest, known)
 
