@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,3 +76,11 @@ def test_a_search_knows_rows_that_came_after_it(tmp_path: Path, index: RowIndex)
         assert rows(index, Query(text="KÄSE")) == [0]
         file.write(line(1, {"note": "more käse"}))
         assert rows(index, Query(text="KÄSE")) == [0, 1] and rows(index, Query(text="note:käse")) == [1]
+
+
+def test_rows_are_sorted_and_found_by_doubt_and_those_without_come_last(tmp_path: Path, index: RowIndex) -> None:
+    doubts = (line(0, doubt=0.1), line(1), line(2, doubt=0.9), line(3, doubt=None), line(4, doubt=0.4))
+    (tmp_path / "results.jsonl").write_bytes(b"".join(doubts))
+    assert rows(index, Query(text="doubt:>0.3")) == [2, 4]
+    page: Any = index.page(Query(), "doubt", True, 0, 100)
+    assert [(row["index"], row["doubt"]) for row in page["rows"]][:3] == [(2, 0.9), (4, 0.4), (0, 0.1)]

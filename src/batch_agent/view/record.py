@@ -35,7 +35,14 @@ from batch_agent.view.conversation import conversation, failed_attempts
 # numbers.
 
 STATES = {"ok": "ok = 1", "failed": "ok = 0", "repaired": "repaired = 1", "retried": "attempts > 1"}
-COMPARED = {"turns": "turns", "seconds": "seconds", "cost": "cost", "attempts": "attempts", "index": "idx"}
+COMPARED = {
+    "turns": "turns",
+    "seconds": "seconds",
+    "cost": "cost",
+    "attempts": "attempts",
+    "index": "idx",
+    "doubt": "doubt",
+}
 COMPARISON = re.compile(r"(>=|<=|>|<|=)?(-?\d+(?:\.\d+)?)")
 WORD = re.compile(r'(?:([\w.-]+):)?(?:"([^"]*)"|(\S+))')
 
@@ -133,7 +140,7 @@ Value: TypeAlias = int | float | str | bytes | None
 
 COLUMNS = (
     *("idx", "job_id", "ok", "error", "turns", "attempts", "seconds", "queued", "model", "tools", "cost"),
-    *("prompt", "cached", "completion", "repaired", "output", "place"),
+    *("prompt", "cached", "completion", "repaired", "output", "doubt", "place"),
 )
 SCHEMA = f"""
 CREATE TABLE row (idx INTEGER PRIMARY KEY, {", ".join(COLUMNS[1:])});
@@ -150,6 +157,7 @@ SORTS = {
     "seconds": "seconds",
     "cost": "cost",
     "tokens": "prompt + completion",
+    "doubt": "doubt",
 }
 AT_ONCE = 500  # records read together
 MATCHES = 8  # searches that are remembered
@@ -422,6 +430,7 @@ def _values(place: int, record: Record) -> tuple[Value, ...]:
         usage.get("completion_tokens", 0),
         1 if record.get("repaired") else 0,
         _digest(record.get("output")),
+        record.get("doubt"),
         place,
     )
     return cast("tuple[Value, ...]", values)

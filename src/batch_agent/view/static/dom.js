@@ -127,6 +127,9 @@ export function value(json, depth = 0) {
     [h("dt", null, text(String(name))), h("dd", null, value(each, depth + 1))]));
 }
 
+// A doubt is a rank from 0 to 1.
+export const doubted = (doubt) => doubt === null || doubt === undefined ? "–" : doubt.toFixed(2);
+
 // j and k move through lines; Enter opens the marked line.
 export function selectable(lines, onOpen) {
   let at = -1;

@@ -1,5 +1,5 @@
 // One row and its conversation, live while its agent runs.
-import { h, fill, panel, text, number, seconds, dollars, short, share, clock, value, link, address, table } from "./dom.js";
+import { h, fill, panel, text, number, seconds, dollars, short, share, clock, value, link, address, table, doubted } from "./dom.js";
 import { get, listen, steer, isReport } from "./source.js";
 import { bar } from "./charts.js";
 
@@ -13,7 +13,7 @@ export async function row({ key, detail, page, go, onNews }) {
     const record = data.record;
     fill(page, heading(record, data, key), h("div", { class: "columns row" },
       h("div", { class: "talk" }, data.conversation.map(message), ending(record)),
-      h("aside", null, facts(record, data), attempts(data.failed_attempts), given(record), output(record), again(record, data.command), rawJson(record, raw))));
+      h("aside", null, facts(record, data), attempts(data.failed_attempts), given(record), output(record), trust(record), again(record, data.command), rawJson(record, raw))));
     keys.j = () => data.after !== null && go("row", String(data.after));
     keys.k = () => data.before !== null && go("row", String(data.before));
   };
@@ -146,6 +146,19 @@ const given = (record) => panel("Input", null, value(record.input));
 
 function output(record) {
   return record.ok ? panel("Output", record.repaired ? "repaired JSON" : null, value(record.output)) : record.raw_text ? panel("Last text", null, long(record.raw_text)) : null;
+}
+
+// Votes and doubts by field, and the outputs of the samples.
+function trust(record) {
+  const votes = record.votes || {}, doubts = record.doubts || {}, samples = record.samples || [];
+  const names = [...new Set([...Object.keys(votes), ...Object.keys(doubts)])];
+  if (!names.length) return null;
+  const counts = (vote) => vote ? Object.entries(vote.counts).map(([name, count]) => h("div", null, text(name, 60), h("span", { class: "quiet" }, ` ${number(count)}`))) : "–";
+  const lines = names.map((name) => h("tr", null, h("td", null, text(name, 60)), h("td", null, counts(votes[name])), h("td", { class: "r" }, votes[name] ? number(votes[name].against) : "–"), h("td", { class: "r" }, doubted(doubts[name]))));
+  return panel("Votes and doubt", samples.length ? `${number(samples.length)} samples` : null,
+    table(["field", "votes", ["against", "r"], ["doubt", "r"]], lines),
+    samples.map((each, place) => h("details", null, h("summary", null, `sample ${place + 1}`, each === null ? h("span", { class: "bad" }, " failed") : null), each === null ? null : value(each))),
+    samples.length ? h("p", { class: "quiet" }, "The conversation is that of the first sample.") : null);
 }
 
 function steering(key, now) {

@@ -1,10 +1,10 @@
 // The table of rows: filtered, sorted and paged by the server.
-import { h, fill, panel, text, number, seconds, dollars, short, address, link, selectable } from "./dom.js";
+import { h, fill, panel, text, number, seconds, dollars, short, address, link, selectable, doubted } from "./dom.js";
 import { get, exported, isReport } from "./source.js";
 
 const PAGE = 100;
 const STATES = [["", "All"], ["ok", "ok"], ["failed", "failed"], ["repaired", "repaired"], ["retried", "retried"]];
-const COLUMNS = [["index", "#", "r"], ["id", "id", ""], ["state", "state", ""], ["turns", "turns", "r"], ["attempts", "tries", "r"], ["seconds", "time", "r"], ["tokens", "tokens", "r"], ["cost", "cost", "r"]];
+const COLUMNS = [["index", "#", "r"], ["id", "id", ""], ["state", "state", ""], ["turns", "turns", "r"], ["attempts", "tries", "r"], ["seconds", "time", "r"], ["tokens", "tokens", "r"], ["cost", "cost", "r"], ["doubt", "doubt", "r"]];
 
 export async function rows({ key, page, go, onNews }) {
   if (await stages(key, page)) return {};
@@ -12,7 +12,7 @@ export async function rows({ key, page, go, onNews }) {
   const asked = { offset: 0, sort: "index", dir: "asc", state: "", error: "", q: "", ...Object.fromEntries(hash) };
   asked.offset = Number(asked.offset);
   const keys = {};
-  const search = h("input", { type: "search", placeholder: "search input and output; field:value, seconds:>10", value: asked.q, "aria-label": "search", spellcheck: "false" });
+  const search = h("input", { type: "search", placeholder: "search input and output; field:value, seconds:>10, doubt:>0.3", value: asked.q, "aria-label": "search", spellcheck: "false" });
   const body = h("div"), count = h("span", { class: "quiet" }), paging = h("span", { class: "paging" });
   const states = h("div", { class: "choice" }), failures = h("select", { "aria-label": "type of error" });
   const files = h("span", { class: "quiet files" });
@@ -55,7 +55,7 @@ export async function rows({ key, page, go, onNews }) {
     } }), h("i", null, part), " ", text(name || "(text)")))));
     const heading = ([name, title, kind]) => h("th", { class: `${kind} sorts`, "aria-sort": asked.sort === name ? (asked.dir === "desc" ? "descending" : "ascending") : null, onclick: () => load({ sort: name, dir: asked.sort === name ? (asked.dir === "desc" ? "asc" : "desc") : name === "index" || name === "id" ? "asc" : "desc", offset: 0 }) }, title, asked.sort === name ? (asked.dir === "desc" ? " ↓" : " ↑") : "");
     const costs = data.rows.some((row) => row.cost !== null), ids = data.rows.some((row) => row.job_id !== String(row.index));
-    const own = COLUMNS.filter(([name]) => (name !== "cost" || costs) && (name !== "id" || ids) && (name !== "attempts" || data.rows.some((row) => row.attempts > 1)));
+    const own = COLUMNS.filter(([name]) => (name !== "cost" || costs) && (name !== "id" || ids) && (name !== "doubt" || data.rows.some((row) => row.doubt !== null)) && (name !== "attempts" || data.rows.some((row) => row.attempts > 1)));
     const lines = data.rows.map((row) => h("tr", { class: "opens", onclick: (event) => event.target.tagName !== "A" && go("row", String(row.index)) },
       own.map(([name]) => cell(name, row, key)), shown.map(([part, name], place) => field(row, part, name, !place || shown[place - 1][0] !== part))));
     fill(body, h("div", { class: "scroll" }, h("table", { class: "rows" },
@@ -116,6 +116,7 @@ function cell(name, row, key) {
     case "seconds": return h("td", { class: "r" }, seconds(row.seconds));
     case "tokens": return h("td", { class: "r" }, short(row.prompt + row.completion));
     case "cost": return h("td", { class: "r" }, dollars(row.cost));
+    case "doubt": return h("td", { class: "r" }, doubted(row.doubt));
     default: return h("td", { class: "r" }, number(row[name]));
   }
 }
