@@ -25,7 +25,7 @@ from batch_agent.messages import JsonObject, Usage
 from batch_agent.observe.statistics import Statistics
 from batch_agent.observe.summary import summary_json, summary_lines
 from batch_agent.observe.text import dollars, rows
-from batch_agent.record.scoring import RunGold, add_result, digest_of, output_line, row_fields, with_looks
+from batch_agent.record.scoring import RunGold, add_result, digest_of, output_line, row_fields, with_gold, with_looks
 from batch_agent.tools.execution import ToolStatistics
 from batch_agent.trust.calibration import Calibration, calibration
 from batch_agent.trust.gold import ALL
@@ -206,6 +206,8 @@ class Results(list[AgentResult[T]]):
 
     def _columns(self, *, nested: bool = False) -> Iterator[tuple[Column, list[object]]]:
         records: list[Record] = [record for line in self._lines() if (record := record_of(line)) is not None]
+        if self._gold is not None and (taken := self._gold.taken) is not None:
+            records = [with_gold(record, taken) for record in records]
         for column in columns_of(records):
             yield column, [column.cell(record, nested=nested) for record in records]
 

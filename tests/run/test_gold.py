@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel
+from tests.record.redis_servers import SERVER
+from tests.run.process_work import WarmCrew
 
 from batch_agent import BatchAgent, Pipeline, Results
 from batch_agent.errors import SpecError
 from batch_agent.job import AgentResult
-from batch_agent.testing import Fail, Request, Say, ScriptedBackend
+from batch_agent.record.reader import open_run
+from batch_agent.record.score_reader import score_of_run
+from batch_agent.testing import Fail, Request, Say, ScriptedBackend, ScriptedServer
 from batch_agent.trust.intervals import clopper_pearson, finite
 
 CANARY = "canary-7f3a"
@@ -310,3 +314,49 @@ async def test_the_last_stage_of_a_pipeline_is_scored() -> None:
         await made.reduce("All: {n}").run(backend=backend, gold="label")
     with pytest.raises(SpecError, match="carry names 'label'"):
         await Pipeline(rows()).map(task="{text}", carry=["label"]).run(backend=backend, gold="label")
+
+
+async def test_a_table_of_results_has_the_gold_and_what_is_right() -> None:
+    pytest.importorskip("pandas")
+    frame = (await scored()).to_pandas()
+    assert frame["gold"][:5].tolist() == ["angry", "calm", "calm", "calm", "angry"]
+    assert frame["right"].sum() == 15
+    assert "gold" not in (await scored(gold=None)).to_pandas()
+
+
+class Shape:
+    """A run whose workers are other processes, or whose record is elsewhere."""
+
+    def __init__(self, place: str, **options: Any) -> None:
+        self.place, self.options = place, options
+
+
+@pytest.fixture(params=["processes", "redis"])
+def shape(request: pytest.FixtureRequest, tmp_path: Path) -> Shape:
+    if request.param == "redis":
+        if SERVER is None:
+            pytest.skip("redis-server is not installed")
+        return Shape(request.getfixturevalue("url"))
+    return Shape(str(tmp_path / "run"), cluster=WarmCrew())
+
+
+async def test_workers_of_other_processes_get_no_gold(shape: Shape, tmp_path: Path) -> None:
+    told: list[str] = []
+
+    def script(request: Request) -> Say:
+        told.append(json.dumps(request.body))
+        return Say('{"mood": "calm"}')
+
+    inputs = [{**row, "label": CANARY if number == 3 else row["label"]} for number, row in enumerate(rows())]
+    async with ScriptedServer(script, models=["m"]) as server:
+        options = {"backend": server.backend_url, "model": "m", "inputs": inputs, "run_dir": shape.place}
+        results = await scored(**options, **shape.options, output_schema={"mood": "text"})
+    assert len(told) == 20
+    assert not any(CANARY in text for text in told)
+    score = results.score()
+    assert (score["mood"].right, score["mood"].rows) == (14, 20)
+    with open_run(shape.place) as run:
+        assert CANARY not in json.dumps(run.facts())
+        recorded = score_of_run(run, {})
+    assert recorded["mood"].right == 14
+    assert recorded.looks == 0

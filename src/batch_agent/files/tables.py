@@ -73,7 +73,12 @@ OWN = (
 )
 
 
-TRUST = (Column("doubt", ("doubt",), "float"), Column("votes", ("votes",), "text"))  # if a row has them
+TRUST = (  # if a row has them
+    Column("doubt", ("doubt",), "float"),
+    Column("votes", ("votes",), "text"),
+    Column("gold", ("gold",), "text"),
+    Column("right", ("right",), "bool"),
+)
 WHOLE = (("output",), ("input",))
 
 
@@ -86,6 +91,8 @@ class Fields:
 
     def see(self, record: Record) -> None:
         self._more.update(column.name for column in TRUST if column.name in record)
+        if "gold" in record:
+            self._note(("gold",), record["gold"])
         for part in ("output", "input"):
             value = record.get(part)
             if isinstance(value, dict):
@@ -97,7 +104,10 @@ class Fields:
     def columns(self) -> list[Column]:
         outputs = {path: kinds for path, kinds in self._kinds.items() if path[0] == "output"} or {("output",): set()}
         results = [*(Column(".".join(path), path, _type(kinds)) for path, kinds in outputs.items()), *OWN]
-        results += [column for column in TRUST if column.name in self._more]
+        for column in TRUST:
+            if column.name in self._more:
+                kinds = self._kinds.get(column.path)
+                results.append(column if kinds is None else Column(column.name, column.path, _type(kinds)))
         taken, inputs = {column.name for column in results}, []
         for path, kinds in self._kinds.items():
             if path[0] == "input":

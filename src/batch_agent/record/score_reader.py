@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -87,6 +88,16 @@ def score_of_file(path: Path, given: Mapping[str, object], *, open_sealed: bool 
     for record in records:
         add_record(scoring, record)
     return with_looks(scoring.score(known.population, complete=True), known.asked, run=str(path))
+
+
+def gold_of_record(run: RunReader) -> TakenGold:
+    """Return the recorded gold of a run that has some, with its own options."""
+    facts = run.facts()
+    names = stage_names(facts)
+    part = _facts_of(run, names[-1]) if names else facts
+    taken = _recorded_gold(run, facts, part)
+    assert taken is not None, "the run has gold"
+    return replace(taken, options=score_options(_recorded_options(facts, part)))
 
 
 def has_gold(facts: JsonObject) -> bool:

@@ -30,6 +30,7 @@ from batch_agent.messages import JsonObject
 from batch_agent.record.looks import LEDGER, looks_before, looks_of
 from batch_agent.record.private import private
 from batch_agent.trust.gold import Gold, named_problems
+from batch_agent.trust.order import SEALED_KEY, KeyedOrder
 from batch_agent.trust.score import Score
 from batch_agent.trust.table import GoldTable, PilotSample, Scoring
 
@@ -179,6 +180,22 @@ def keep_looks(score: Score, directory: Path) -> None:
         if more:
             with open(path, "ab", opener=private) as file:
                 file.write(more)
+
+
+def with_gold(record: Record, taken: TakenGold) -> Record:
+    """Return a record with ``gold``, by field if several have it, and ``right``. Sealed gold stays unseen."""
+    index, name = record.get("index"), str(record.get("job_id"))
+    place = taken.table.place(index if isinstance(index, int) else -1, name)
+    if place is None:
+        return record
+    row, options = taken.table.row(place), taken.options
+    if options.sealed and KeyedOrder(SEALED_KEY).in_first_half(row.name):
+        return record
+    fields = taken.gold.with_rules(options.tolerance, options.judges).fields
+    output, ok = cast(JsonValue, record.get("output")), bool(record.get("ok"))
+    is_right = ok and all(fields[each].right(fields[each].take(output), value) for each, value in row.values.items())
+    shown = row.values if len(fields) > 1 else next(iter(row.values.values()))
+    return {**record, "gold": shown, "right": is_right}
 
 
 def output_line(line: bytes) -> object:

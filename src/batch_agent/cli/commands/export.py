@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from batch_agent.files.tables import (
     CSV,
     PARQUET,
     TSV,
+    Record,
     check_table,
     columns_of,
     write_records,
@@ -28,6 +30,8 @@ from batch_agent.files.tables import (
 from batch_agent.observe.text import counted
 from batch_agent.record.reader import FinishedRows, RunReader, open_run
 from batch_agent.record.rundir import stage_names
+from batch_agent.record.score_reader import gold_of_record, has_gold
+from batch_agent.record.scoring import with_gold
 
 TABLES = {"csv": CSV, "tsv": TSV, "parquet": PARQUET}
 JSONL, MESSAGES = "jsonl", "messages"
@@ -64,20 +68,21 @@ def _export(options: argparse.Namespace, run: RunReader, part: RunReader) -> int
         for what, path in files_read_by(run.facts()):
             refuse_overwriting(output, path, what)
     records = part.rows
+    rows = _WithGold(run, records) if has_gold(run.facts()) else records
     if kind == MESSAGES:
         _export_messages(run, part, records, output)
     elif kind == JSONL:
         with opened_output(output) as stream:
-            stream.writelines(to_json(record) + b"\n" for record in records)
+            stream.writelines(to_json(record) + b"\n" for record in rows)
     else:
         table = TABLES[kind]
         if output is not None:
             check_table(output, table)
         elif table == PARQUET:
             raise SpecError("a Parquet file cannot be written to standard output; give --output FILE")
-        columns = columns_of(records)
+        columns = columns_of(rows)
         with opened_output(output) as stream:
-            write_records(records, columns, stream, table)
+            write_records(rows, columns, stream, table)
     if records.torn:
         are = "is" if records.torn == 1 else "are"
         say(f"batch-agent: skipped {counted(records.torn, 'line')} that {are} not complete")
@@ -85,6 +90,16 @@ def _export(options: argparse.Namespace, run: RunReader, part: RunReader) -> int
     if kind == MESSAGES and failed:
         say(f"batch-agent: skipped {counted(failed, 'row')} that failed; --format jsonl includes them")
     return ALL_OK
+
+
+class _WithGold:
+    """Rows with their gold, and whether they are right. It can be iterated several times."""
+
+    def __init__(self, run: RunReader, rows: FinishedRows) -> None:
+        self._rows, self._taken = rows, gold_of_record(run)
+
+    def __iter__(self) -> Iterator[Record]:
+        return (with_gold(record, self._taken) for record in self._rows)
 
 
 def _stage(run: RunReader, wanted: str | None) -> str:
