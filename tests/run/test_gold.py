@@ -194,12 +194,31 @@ async def test_a_worker_does_not_see_the_gold() -> None:
     assert any("schema of the answers is not known" in note for note in score.notes)
 
 
-async def test_adding_gold_to_a_finished_run_asks_nothing_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["list", "file"])
+@pytest.mark.parametrize("task", ["Mood of {text}", "{{ row }} {{ text }}", "worker"])
+async def test_adding_gold_to_a_finished_run_asks_nothing_again(tmp_path: Path, task: str, kind: str) -> None:
+    calls = []
+
+    async def work(row: dict[str, Any], ctx: Any) -> dict[str, str]:
+        calls.append(row)
+        return json.loads((await ctx.ask(str(row["text"]))).text)  # type: ignore[no-any-return]
+
+    inputs: Any = rows()
+    if kind == "file":
+        inputs = tmp_path / "rows.jsonl"
+        inputs.write_text("\n".join(map(json.dumps, rows())))
+    options = {"task": task, "template": "jinja" if "row" in task else "braces", "inputs": inputs}
+    if task == "worker":
+        options |= {"worker": work, "task": "", "template": "braces"}
     first, again = ScriptedBackend(calm), ScriptedBackend(calm)
-    await scored(backend=first, gold=None, run_dir=tmp_path / "run")
-    results = await scored(backend=again, run_dir=tmp_path / "run", resume=True)
-    assert not again.requests
-    assert results.score()["mood"].right == 15
+    await scored(backend=first, gold=None, run_dir=tmp_path / "run", **options)
+    asked, called = len(first.requests), len(calls)
+    assert asked == 20
+    for _ in range(2):
+        results = await scored(backend=again, run_dir=tmp_path / "run", resume=True, **options)
+        assert not again.requests
+        assert results.score()["mood"].right == 15
+    assert len(calls) == called
 
 
 async def test_results_of_a_run_without_gold_are_scored_by_a_column_of_their_inputs() -> None:

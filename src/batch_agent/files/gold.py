@@ -34,7 +34,9 @@ from batch_agent.trust.table import GoldTable, Judge, ScoreOptions
 logger = logging.getLogger("batch_agent")
 
 GivenGold = str | Path | Mapping[str, str]
+LATEST = 10_000  # rows that are kept as they were given; more than are read and not yet fed
 NAMED_ROWS = 5  # in a message about several rows
+GOLD_FACT, IN_KEYS = "gold", "in_keys"  # the fact of a run about its gold; in it, the columns that are part of keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,43 @@ class TakenGold:
     inputs: object
     taken: frozenset[str] = frozenset()
     facts: JsonObject = field(default_factory=dict)  # for the record of the run
+    whole: WholeRows | None = None
+
+
+class WholeRows:
+    """The rows as they were given, by the rows that the run gets. A record that was made before a column was taken out
+    knows the rows with it: they keep their keys, so that nothing is asked again. Of rows that are read as they are
+    needed, only the latest are kept."""
+
+    def __init__(self) -> None:
+        self.most: int | None = None
+        self._whole: dict[int, tuple[object, object]] | None = {}
+
+    def keep(self, bare: object, whole: object) -> None:
+        if self._whole is None:
+            return
+        self._whole[id(bare)] = bare, whole  # a reference to both, so that no other object gets this id
+        if self.most is not None and len(self._whole) > self.most:
+            del self._whole[next(iter(self._whole))]
+
+    def of(self, bare: object) -> object:
+        """Return the row as it was given; the same if nothing was taken out of it."""
+        return bare if self._whole is None else self._whole.get(id(bare), (bare, bare))[1]
+
+    def forget(self) -> None:
+        """No record knows them."""
+        self._whole = None
+
+
+def in_keys(taken: Iterable[str], recorded: JsonObject) -> list[str]:
+    """Return the gold columns that are part of the keys of recorded rows, because an earlier session did not take them
+    out. ``recorded`` are the facts of the record, {} without one."""
+    if not recorded:
+        return []
+    before = recorded.get(GOLD_FACT)
+    known = {*cast("Iterable[str]", before.get("taken") or ())} if isinstance(before, dict) else set[str]()
+    kept = before.get(IN_KEYS) if isinstance(before, dict) else None
+    return sorted({*(taken), *known} - known | {*cast("Iterable[str]", kept or ())})
 
 
 def is_gold_file(given: object) -> bool:
@@ -161,7 +200,7 @@ def take_gold(
             raise SpecError(f"{name}: {column!r} is a column of gold, which is taken out of the rows: name another one")
     rows = joiner.taken_from(inputs)
     facts = score_facts(options, gold, taken) | {"digest": joiner.table.digest()}
-    return TakenGold(gold, joiner.table, how, rows, taken, facts)
+    return TakenGold(gold, joiner.table, how, rows, taken, facts, joiner.whole)
 
 
 class _Joiner:
@@ -175,6 +214,7 @@ class _Joiner:
         self._problems: list[tuple[str, str]] = []
         self._names: set[str] = set()
         self._seen: set[str] = set()  # columns that rows have
+        self.whole = WholeRows()
 
     def taken_from(self, inputs: object) -> object:
         """Return the inputs without the gold. All are read first if they can be read again."""
@@ -182,6 +222,7 @@ class _Joiner:
             rows = [self.join(index, value) for index, value in enumerate(inputs)]
             self.finish(checks=True)
             return rows if self.changes else inputs
+        self.whole.most = LATEST
         if isinstance(inputs, LazyRows):
             with_all = inputs.again()
             try:
@@ -283,7 +324,9 @@ class _ColumnJoiner(_Joiner):
             return value
         if self._columns.isdisjoint(names):
             return value
-        return {name: cell for name, cell in fields_of(value).items() if name not in self._columns}
+        bare = {name: cell for name, cell in fields_of(value).items() if name not in self._columns}
+        self.whole.keep(bare, value)
+        return bare
 
     def _join(self, index: int, name: str, fields: Mapping[str, object]) -> None:
         if self._first:

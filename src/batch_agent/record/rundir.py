@@ -51,7 +51,7 @@ RUN, JOURNAL, RESULTS, FAILURES, SUMMARY, LOCK, JOBS = (
     "jobs.jsonl",
 )
 GOLD = "gold.jsonl"
-GOLD_FACT, SCHEMA = "gold", "schema"  # facts: the fields with gold and how they are scored; the schema of the answers
+SCHEMA = "schema"  # the fact that has the schema of the answers
 OPTIONS = "options"  # the fact that has the resolved options of a run
 
 

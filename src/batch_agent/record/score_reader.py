@@ -13,12 +13,12 @@ from pydantic import JsonValue
 
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import SpecError
-from batch_agent.files.gold import TakenGold, checked_gold, score_options
+from batch_agent.files.gold import GOLD_FACT, TakenGold, checked_gold, score_options
 from batch_agent.files.read import read_inputs
 from batch_agent.files.tables import OWN, Record
 from batch_agent.messages import JsonObject
 from batch_agent.record.reader import RunReader
-from batch_agent.record.rundir import GOLD_FACT, SCHEMA, recorded_options, stage_names
+from batch_agent.record.rundir import SCHEMA, recorded_options, stage_names
 from batch_agent.record.scoring import (
     RunGold,
     add_record,

@@ -23,6 +23,7 @@ from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.cancellation import wait_event
 from batch_agent.errors import JobError, StoreError
 from batch_agent.events import Event, JobStarted
+from batch_agent.files.gold import GOLD_FACT, IN_KEYS, WholeRows, in_keys
 from batch_agent.job import AgentError, AgentResult, Failure, Job, Placed, UnreadableRow
 from batch_agent.messages import JsonObject
 from batch_agent.observe.event_lines import read_events
@@ -31,7 +32,16 @@ from batch_agent.record.journal import to_its_end
 from batch_agent.record.keys import Keys
 from batch_agent.record.memory import MemoryStore
 from batch_agent.record.row_json import decode_result, decode_row, encode_row
-from batch_agent.record.store import OBSERVED, FeederSession, NewRow, Resuming, RunStanding, RunStore, SharedResult
+from batch_agent.record.store import (
+    OBSERVED,
+    FeederSession,
+    Identity,
+    NewRow,
+    Resuming,
+    RunStanding,
+    RunStore,
+    SharedResult,
+)
 from batch_agent.run.delivery import Delivery
 from batch_agent.run.rows import READERS, Rows, UniqueIds, compile_all, unplaced
 
@@ -111,6 +121,8 @@ class Feeder:
         self.ok = self.failed = self.resumed = 0
         self.scoring: RunScoring | None = None
         self.pilot: Pilot | None = None
+        self._whole: WholeRows | None = None  # if rows keep the keys that they had with their gold
+        self._told = False  # that recorded answers have seen the gold
 
     # The session
 
@@ -133,6 +145,7 @@ class Feeder:
                 self.pilot.on_decided = self.record_pilot
         elif "pilot" in previous:
             self.facts["pilot"] = {**cast("JsonObject", previous["pilot"]), "stopped": False}
+        self._keep_keys(previous)
         resuming = replace(resuming, force=forced, drop=resuming.drop and (changed or kept))
         only_results = keep == "results"
         self._session = await self.run(partial(store.open_feed, self.facts, resuming, keep_results_only=only_results))
@@ -140,6 +153,32 @@ class Feeder:
         self._had_past = bool(self._session.previous)
         self._identifies = type(store) is not MemoryStore  # rows without a record need no identity
         store.listen(on_this_loop(self._news.set), results=True)
+
+    def _keep_keys(self, previous: JsonObject) -> None:
+        """Decide which rows keep the keys that they had with their columns of gold."""
+        gold = self.facts.get(GOLD_FACT)
+        if self.scoring is None or not isinstance(gold, dict):
+            return
+        columns = in_keys(self.scoring.taken.taken, previous)
+        self.facts[GOLD_FACT] = {**gold, IN_KEYS: [*columns]}
+        if columns:
+            self._whole = self.scoring.taken.whole
+        elif self.scoring.taken.whole is not None:
+            self.scoring.taken.whole.forget()
+
+    def _identity(self, job: Job, value: object) -> Identity:
+        """Return the keys of a row. ``value`` is the row as it was read."""
+        whole = value if self._whole is None else self._whole.of(value)
+        if whole is value:
+            return self.keys.identity(job, self._plan.question(job))
+        question = self._plan.asks(whole)[1]
+        if not self._told and question != self._plan.question(job):
+            self._told = True
+            logger.warning(
+                "the recorded answers were made when the agents saw the columns of gold: their score says nothing. Run "
+                "it again in another run directory"
+            )
+        return self.keys.identify(whole, job.own_id, question)
 
     @property
     def session(self) -> int:
@@ -267,7 +306,7 @@ class Feeder:
             if isinstance(job, Job):
                 job = self._named(job)
             if isinstance(job, Job) and self._identifies:
-                identity = self.keys.identity(job, plan.question(job))
+                identity = self._identity(job, bare)
                 new.append(NewRow(job.index, identity.key, identity.row, bare, job))
             else:
                 new.append(NewRow(job.index, b"", b"", bare, job))
@@ -308,7 +347,7 @@ class Feeder:
         """Return the row as it is fed, and its id. Raises JobError if it cannot be a job."""
         if isinstance(value, UnreadableRow):
             self._plan.job(index, value)
-        data = encode_row(value, name)
+        data, given = encode_row(value, name), value
         value, _ = decode_row(data, self._row_schema)
         if self._rows.channel is None:
             self._plan.check_first(value)
@@ -316,7 +355,7 @@ class Feeder:
         job = self._named(compiled)
         if job is not compiled:
             data = encode_row(value, job.job_id)
-        identity = self.keys.identity(job, self._plan.question(job))
+        identity = self._identity(job, given)
         return NewRow(index, identity.key, identity.row, data), job.job_id
 
     def _named(self, job: Job) -> Job:

@@ -20,6 +20,7 @@ from typing import cast
 from batch_agent.agent.fingerprint import AnyWorker, fingerprint_of, rows_under
 from batch_agent.agent.prepare import Prepared
 from batch_agent.errors import JobError
+from batch_agent.files.gold import in_keys
 from batch_agent.files.read import LazyRows
 from batch_agent.job import Placed
 from batch_agent.messages import JsonObject
@@ -135,6 +136,8 @@ class Matching:
         self._db = sqlite3.connect("", isolation_level=None, check_same_thread=False)  # a file without a name
         self._db.executescript(TABLES)
         self._total = 0
+        gold = prepared.gold
+        self._whole = gold.whole if gold is not None and in_keys(gold.taken, facts) else None
 
     def close(self) -> None:
         self._db.close()
@@ -190,6 +193,8 @@ class Matching:
 
     def _identity(self, keys: Keys, index: int, value: object, name: str | None) -> Identity:
         plan = self._prepared.plan
+        if self._whole is not None:  # the record knows the row with its gold
+            value = self._whole.of(value)
         if not plan.shows(value):
             return keys.identify(value, *plan.asks(value))
         job = plan.job(index, value, name)  # its input has the text of a document

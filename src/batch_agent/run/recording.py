@@ -20,6 +20,7 @@ from batch_agent.dispatch.cancellation import outlast
 from batch_agent.dispatch.row_channel import RowChannel
 from batch_agent.errors import InputError, RunRejected, RunUnreachable, SpecError, StoreError
 from batch_agent.events import SENT, Ended, Event, TypedSink
+from batch_agent.files.gold import GOLD_FACT
 from batch_agent.job import AgentResult, UnreadableRow
 from batch_agent.messages import JsonObject
 from batch_agent.observe.event_lines import event_json
@@ -31,7 +32,7 @@ from batch_agent.record.journal import Journal, to_its_end
 from batch_agent.record.memory import MemoryStore
 from batch_agent.record.redis.store import ANNOUNCED, RedisRunStore
 from batch_agent.record.row_json import encode_result, encode_row
-from batch_agent.record.rundir import GOLD_FACT, OPTIONS, SCHEMA, State
+from batch_agent.record.rundir import OPTIONS, SCHEMA, State
 from batch_agent.record.store import OBSERVED, Account, Increment, Resuming, RunStore, WorkStore
 from batch_agent.run.changes import Changes, options_of
 from batch_agent.run.control import Inside

@@ -657,6 +657,7 @@ class Run(Generic[T]):
         )
         feeder.alone, feeder.paced = store.instant and not self._is_shared, self.shared.paced
         feeder.is_outermost, feeder.pilot = self._outer is None, self.pilot_rows
+        feeder.scoring = self.scoring if self._inside is None else None
         stages = () if self._inside is None else self._inside.names
         facts = facts_of(prepared, fingerprint, self._command, stages, observed=self.shared.observed)
         if self._is_shared:
@@ -667,7 +668,6 @@ class Run(Generic[T]):
         await feeder.begin(facts, how, Keys(rows_under(prepared, self._function)), prepared.schema, spec.keep)
         if self.scoring is not None:
             await in_thread(partial(self.scoring.keep, store))
-            feeder.scoring = self.scoring if self._inside is None else None
         if self._leaving:
             feeder.stop()
 

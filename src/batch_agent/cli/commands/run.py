@@ -59,6 +59,7 @@ from batch_agent.cli.spec.rows import STDIN
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import BatchAgentError, Invalid, JobError, SpecError
 from batch_agent.events import Ended
+from batch_agent.files.gold import GOLD_FACT, IN_KEYS
 from batch_agent.files.read import LazyRows
 from batch_agent.files.results import plainly, to_json
 from batch_agent.job import AgentResult
@@ -71,7 +72,7 @@ from batch_agent.observe.text import counted, harmless, rows
 from batch_agent.record.address import StoreAddress, directory_of, place_of
 from batch_agent.record.keys import Keys
 from batch_agent.record.reader import RunSnapshot, look, open_run
-from batch_agent.record.rundir import GOLD_FACT, RESULTS, RUN
+from batch_agent.record.rundir import RESULTS, RUN
 from batch_agent.record.score_reader import has_gold, score_of_run
 from batch_agent.run.changes import Changes, retries
 from batch_agent.run.recording import OnChange
@@ -472,7 +473,9 @@ def _is_as_it_was(view: RunSnapshot, options: argparse.Namespace) -> bool:
     with closing(inputs) if isinstance(inputs, LazyRows) else nullcontext():
         if not isinstance(inputs, Iterable):
             return False
-        if (None if prepared.gold is None else prepared.gold.facts) != view.facts.get(GOLD_FACT):
+        gold = view.facts.get(GOLD_FACT)
+        known = {name: value for name, value in gold.items() if name != IN_KEYS} if isinstance(gold, dict) else None
+        if (None if prepared.gold is None else prepared.gold.facts) != known:
             return False
         prepared, same = matched(prepared, view.facts)
         if not same or prepared.shapes.raised_from is not None:

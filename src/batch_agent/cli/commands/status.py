@@ -15,6 +15,7 @@ from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.output.streams import put, put_json, say
 from batch_agent.cli.spec.arguments import RUN_HELP, RUNS
 from batch_agent.errors import BatchAgentError, SpecError, StoreError
+from batch_agent.files.gold import GOLD_FACT
 from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import (
@@ -30,7 +31,7 @@ from batch_agent.observe.text import (
 )
 from batch_agent.record.address import RunPlace, place_of
 from batch_agent.record.reader import RunReader, RunSnapshot, look, open_run, runs_in
-from batch_agent.record.rundir import GOLD_FACT, SCHEMA, stage_names
+from batch_agent.record.rundir import SCHEMA, stage_names
 from batch_agent.record.score_reader import has_gold, score_of_run
 from batch_agent.trust.shown import brief_lines
 
