@@ -379,3 +379,30 @@ async def test_workers_of_other_processes_get_no_gold(shape: Shape, tmp_path: Pa
         recorded = score_of_run(run, {})
     assert recorded["mood"].right == 14
     assert recorded.looks == 0
+
+
+async def test_the_pilot_is_a_random_sample_and_only_its_rows_are_pending(tmp_path: Path) -> None:
+    results = await scored(inputs=rows(100), pilot=20, pilot_only=True, run_dir=tmp_path / "run")
+    score = results.score()
+    assert (score.all.rows, score.pending, score.population) == (20, 0, 100)
+    assert score.sample == "a random sample of the table"
+    assert score["mood"].interval == pytest.approx(finite(score["mood"].right, 20, 100))
+    with open_run(str(tmp_path / "run")) as run:
+        recorded = score_of_run(run, {})
+    assert (recorded.all.rows, recorded.pending, recorded.sample) == (20, 0, "a random sample of the table")
+
+    whole = await scored(inputs=rows(100), pilot=20)
+    assert whole.score().sample == "rows that you chose: nothing follows for the others"
+    chosen = {result.index for result in results}
+    only = [{**row, "label": row["label"] if number in chosen else ""} for number, row in enumerate(rows(100))]
+    after = (await scored(inputs=only, pilot=20)).score()
+    assert (after.sample, after.all.rows) == ("a random sample of the table", 20)
+
+
+async def test_the_pilot_of_a_pipeline_is_scored() -> None:
+    first = Pipeline(rows(100)).map(name="sum", task="Sum up {text}")
+    pipeline = first.map(name="mood", task="Mood of {input}", output_schema=MOODS)
+    backend = ScriptedBackend(lambda request: Say("short") if "Sum" in str(request.messages) else calm(request))
+    outcome = await pipeline.run(backend=backend, gold="label", pilot=20, pilot_only=True)
+    score = outcome.results["mood"].score()
+    assert (score.all.rows, score.pending, score.sample) == (20, 0, "a random sample of the table")
