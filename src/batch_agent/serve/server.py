@@ -18,8 +18,9 @@ from aiohttp import web
 
 from batch_agent.agent.prepare import prepare
 from batch_agent.blocking import in_thread
+from batch_agent.dispatch.cancellation import first_error
 from batch_agent.dispatch.dispatcher import Dispatcher
-from batch_agent.dispatch.load_poller import poll_load
+from batch_agent.dispatch.load_poller import LoadPoller
 from batch_agent.dispatch.members import following
 from batch_agent.dispatch.spending import Spending
 from batch_agent.door import Door, RequestRefused, given_key, is_loopback, json_response
@@ -44,6 +45,7 @@ from batch_agent.serve.governor import Governor
 from batch_agent.serve.lines import row_of, rows_of
 from batch_agent.serve.models import ServedModels
 from batch_agent.serve.objects import batch_object, read_limit, shown_beside
+from batch_agent.serve.parts import ServerParts
 from batch_agent.serve.recovery import open_catalog
 from batch_agent.serve.turnstile import Turnstile
 from batch_agent.serve.upstreams import ModelServers
@@ -126,8 +128,7 @@ class BatchService:
                 stopped=self.upstreams.stopped,
                 travels=travels,
             )
-            polled = poll_load(self.models, dispatcher, None, lambda full: None, self.turnstile)
-            await extent.enter_async_context(polled)
+            extent.callback(self.turnstile.close)
             self.batches = ServedBatches(self.catalog, self.models, shared, self.turnstile, options, self.webhooks.wake)
             self.interactive = Interactive(
                 self.models, dispatcher, self.turnstile, self.upstreams, options.outage_patience
@@ -138,18 +139,29 @@ class BatchService:
             await self._keep_books()
             self.door = door = Door(self._handle, refuse, host=options.host, port=options.port)
             await extent.enter_async_context(door)  # before any line is sent: the port may be in use
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self.turnstile.run())
-                tasks.create_task(self.webhooks.run())
-                tasks.create_task(self.upstreams.run())
-                await self.batches.resume(tasks)
-                tasks.create_task(self._look_after())
-                try:
-                    await ready(door.url, self.key)
-                finally:
-                    await self._drain(door)
-                    with suppress(StoreError):
-                        await self._keep_books()
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    await self._start(ServerParts(tasks))
+                    try:
+                        await ready(door.url, self.key)
+                    finally:
+                        await self._drain(door)
+                        with suppress(StoreError):
+                            await self._keep_books()
+            except BaseExceptionGroup as group:
+                raise first_error(group) from None
+
+    async def _start(self, parts: ServerParts) -> None:
+        """Start the parts that work until the server ends, and continue its batches."""
+        self.parts = parts
+        parts.start("lines", self.turnstile.run)
+        parts.start("webhooks", self.webhooks.run)
+        parts.start("upstreams", self.upstreams.run)
+        if self.models.capabilities.reports_load:
+            poller = LoadPoller(self.models, self.dispatcher, None, lambda full: None, self.turnstile)
+            parts.start("load", poller.read_on)
+        await self.batches.resume(parts.tasks)
+        parts.start("books", self._look_after)
 
     async def _drain(self, door: Door) -> None:
         """Start nothing more, and let answers and lines in flight end. An answer that takes longer than ``drain`` ends
@@ -439,5 +451,8 @@ class Admin:
             f"{name}_interactive_latency_ratio", "Latency of interactive requests over that of an idle engine."
         )
         ratio.set(governor.ratio)
+        restarts = Counter(f"{name}_part_failures_total", "Failures of a part of the server by a bug.", ("part",))
+        for part, often in self._service.parts.failures.items():
+            restarts.add(often, part)
         upstreams = self._service.upstreams.numbers()
-        return page([lines, tokens, batches, left, requests, failures, people, ratio, *upstreams])
+        return page([lines, tokens, batches, left, requests, failures, people, ratio, restarts, *upstreams])

@@ -250,7 +250,10 @@ class Turnstile:
                     await self._changed.wait()
         finally:
             ticking.cancel()
-            self._feed.close()
+
+    def close(self) -> None:
+        """Start no further line: the server has ended."""
+        self._feed.close()
 
     def start_next(self) -> bool:
         """Start the next line. Returns False if none may start now."""

@@ -21,6 +21,7 @@ import orjson
 from pydantic import JsonValue
 
 from batch_agent.backends.address import check_known
+from batch_agent.cli.exit_status import PART_FAILED
 from batch_agent.cli.interrupts import serve
 from batch_agent.cli.output.results import opened_output
 from batch_agent.cli.output.streams import put, say
@@ -107,6 +108,7 @@ def serve_command(options: argparse.Namespace) -> int:
     if options.action is not None:
         return admin_command(options)
     from batch_agent.serve.models import names_in, open_models
+    from batch_agent.serve.parts import PartFailed
     from batch_agent.serve.server import BatchService
 
     config = _config(options.config)
@@ -136,7 +138,11 @@ def serve_command(options: argparse.Namespace) -> int:
         say("Ctrl-C stops the server; batches continue when it is started again")
         await asyncio.get_running_loop().create_future()
 
-    return serve(server.serve(ready))
+    try:
+        return serve(server.serve(ready))
+    except PartFailed as failed:
+        say(f"batch-agent serve ends, so that its supervisor starts it again: {failed}")
+        return PART_FAILED
 
 
 def _store(url: str) -> str:
