@@ -68,6 +68,7 @@ CREATE TABLE IF NOT EXISTS usage (
 CREATE TABLE IF NOT EXISTS notice (
     id TEXT PRIMARY KEY, tenant TEXT NOT NULL, body TEXT NOT NULL, due REAL NOT NULL, tries INTEGER NOT NULL DEFAULT 0);
 """
+MOST_NOTICES = 1000  # that wait for the webhook of a tenant; the oldest are dropped
 TERMS = "json_set(terms, '$.name', name)"  # the document of a tenant; that of an operator may lack the name
 
 Wire = Literal["openai", "anthropic"]
@@ -515,6 +516,11 @@ class Catalog:
                 "INSERT OR REPLACE INTO notice (id, tenant, body, due) VALUES (?, ?, ?, ?)",
                 (notice["id"], batch.tenant, orjson.dumps(notice).decode(), self._clock()),
             )
+            db.execute(
+                "DELETE FROM notice WHERE rowid IN "
+                "(SELECT rowid FROM notice WHERE tenant = ? ORDER BY rowid DESC LIMIT -1 OFFSET ?)",
+                (batch.tenant, MOST_NOTICES),
+            )
 
     def change_batch(
         self,
@@ -621,15 +627,14 @@ class Catalog:
 
     # Notices to webhooks
 
-    def due_notices(self) -> list[tuple[str, str, str, int]]:
-        """Return id, tenant, body and number of failed attempts of the notices that are due."""
-        query = "SELECT id, tenant, body, tries FROM notice WHERE due <= ? ORDER BY due LIMIT 100"
-        return [(id, tenant, body, int(tries)) for id, tenant, body, tries in self._rows(query, self._clock())]
+    def due_notices(self, tenant: str) -> list[tuple[str, str, int]]:
+        """Return id, body and number of failed attempts of the notices to a tenant that are due."""
+        query = "SELECT id, body, tries FROM notice WHERE tenant = ? AND due <= ? ORDER BY due LIMIT 100"
+        return [(id, body, int(tries)) for id, body, tries in self._rows(query, tenant, self._clock())]
 
-    def next_notice(self) -> float | None:
-        """Return when the next notice is due."""
-        found = self._rows("SELECT due FROM notice ORDER BY due LIMIT 1")
-        return float(found[0][0]) if found else None
+    def next_notices(self) -> dict[str, float]:
+        """Return when the next notice to each tenant is due."""
+        return {tenant: float(due) for tenant, due in self._rows("SELECT tenant, min(due) FROM notice GROUP BY tenant")}
 
     def postpone_notice(self, id: str, seconds: float) -> None:
         with self._writing() as db:

@@ -1,7 +1,8 @@
 """Webhooks: notices of batches that have ended, signed as OpenAI signs them (the Standard Webhooks form).
 
 Notices are in the catalog until their receiver has accepted them, so that they survive restarts. A receiver that does
-not answer with a status of 2xx is asked again, with longer and longer pauses, for three days.
+not answer with a status of 2xx is asked again, with longer and longer pauses, for three days. Each tenant has its own
+queue of at most 1000 notices: a receiver that hangs delays only its own.
 """
 
 from __future__ import annotations
@@ -50,22 +51,29 @@ class Webhooks:
     def __init__(self, catalog: Catalog, now: Callable[[], float]) -> None:
         self._catalog, self._now = catalog, now
         self._woken = asyncio.Event()
+        self._busy: set[str] = set()  # tenants to whom notices are being sent
         self.sent = self.failed = 0
 
     def wake(self) -> None:
         self._woken.set()
 
     async def run(self) -> None:
-        """Send notices until cancelled."""
-        async with Transport() as transport:
+        """Send notices until cancelled, to all tenants at once."""
+        self._busy.clear()
+        async with Transport() as transport, asyncio.TaskGroup() as tasks:
             while True:
                 self._woken.clear()
                 pause = IDLE_SECONDS
                 try:
-                    for notice in await in_thread(self._catalog.due_notices):
-                        await self._send(transport, *notice)
-                    due = await in_thread(self._catalog.next_notice)
-                    pause = IDLE_SECONDS if due is None else max(0.05, min(IDLE_SECONDS, due - self._now()))
+                    now = self._now()
+                    for tenant, due in (await in_thread(self._catalog.next_notices)).items():
+                        if tenant in self._busy:
+                            continue  # the end of its task wakes this one
+                        if due <= now:
+                            self._busy.add(tenant)
+                            tasks.create_task(self._serve(transport, tenant))
+                        else:
+                            pause = max(0.05, min(pause, due - now))
                 except StoreError as error:
                     logger.warning("%s", error)
                 try:
@@ -74,7 +82,19 @@ class Webhooks:
                 except TimeoutError:
                     pass
 
-    async def _send(self, transport: Transport, id: str, name: str, body: str, tries: int) -> None:
+    async def _serve(self, transport: Transport, tenant: str) -> None:
+        """Send the notices to a tenant that are due, one after another."""
+        try:
+            for notice in await in_thread(self._catalog.due_notices, tenant):
+                await self._send(transport, tenant, *notice)
+        except StoreError as error:
+            logger.warning("%s", error)
+            await asyncio.sleep(FIRST_PAUSE)
+        finally:
+            self._busy.discard(tenant)
+            self.wake()
+
+    async def _send(self, transport: Transport, name: str, id: str, body: str, tries: int) -> None:
         tenants = await in_thread(self._catalog.tenants)
         tenant = next((tenant for tenant in tenants if tenant.name == name), None)
         if tenant is None or not tenant.webhook:
@@ -96,8 +116,8 @@ class Webhooks:
     async def _post(self, transport: Transport, tenant: Tenant, id: str, body: bytes) -> str:
         """Send a notice. Returns why it was not accepted, or ""."""
         headers = {"Content-Type": "application/json", "User-Agent": "batch-agent"}
-        headers |= signed(tenant.secret, id, int(self._now()), body)
         try:
+            headers |= signed(tenant.secret, id, int(self._now()), body)
             url = URL(tenant.webhook)
             async with asyncio.timeout(ANSWER_SECONDS):
                 async with transport.open("POST", url, headers, body, proxy=transport.proxy_for(url)) as response:
