@@ -7,7 +7,6 @@ of its API. Everything is separated by tenant: what belongs to another one does 
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -33,7 +32,7 @@ from batch_agent.serve import ServeOptions
 from batch_agent.serve.asking import CHAT, DIALECTS, MESSAGES, Interactive
 from batch_agent.serve.batches import QUEUE_LIMIT, ServedBatches
 from batch_agent.serve.catalog import Catalog, KeyReused, ServedBatch, StoredFile, Tenant, Wire, new_id
-from batch_agent.serve.directory import ERRORS, INPUT, OUTPUT, sync
+from batch_agent.serve.directory import ERRORS, OUTPUT, sync
 from batch_agent.serve.lines import MessageBatchLines
 from batch_agent.serve.models import ServedModels
 from batch_agent.serve.objects import (
@@ -47,6 +46,7 @@ from batch_agent.serve.objects import (
     read_metadata,
     seconds_in,
 )
+from batch_agent.serve.repair import link_input
 
 CHUNK_BYTES = 1024 * 1024
 MOST_FIELD_BYTES = 64 * 1024  # of a form, beside its file
@@ -516,15 +516,12 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _link_input(source: Path, folder: Path) -> None:
-    """Give a batch its own name for its input, so that it stays when the file is deleted."""
     folder.mkdir(mode=0o700)
     try:
-        os.link(source, folder / INPUT)
+        link_input(source, folder)
     except FileNotFoundError:
         folder.rmdir()
         raise
-    except OSError:  # the file system has no links
-        shutil.copyfile(source, folder / INPUT)
 
 
 def _read_messages(body: Path, folder: Path) -> tuple[int, str | None]:

@@ -8,7 +8,9 @@ where the last one was killed: a line whose answer is recorded is not asked agai
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
 import secrets
 import sqlite3
 from collections import deque
@@ -38,11 +40,12 @@ from batch_agent.run.run import Run
 from batch_agent.run.shared import Shared
 from batch_agent.serve import ServeOptions
 from batch_agent.serve.asking import ClientCall, LineAnswer, answer_line, ask_line, failed_line, refused_for
-from batch_agent.serve.catalog import Catalog, ServedBatch, StoredFile, Tenant
-from batch_agent.serve.directory import BATCHES, PART
-from batch_agent.serve.lines import BatchLine, BatchLines, Checked, check_lines, has_index, with_files
+from batch_agent.serve.catalog import Catalog, CatalogError, ServedBatch, StoredFile, Tenant
+from batch_agent.serve.directory import BATCHES, INPUT, PART, RUN, move_to_lost
+from batch_agent.serve.lines import BatchLine, BatchLines, Checked, Tallied, UnreadableLine, check_lines, with_files
 from batch_agent.serve.models import ServedModels
 from batch_agent.serve.objects import notice_of
+from batch_agent.serve.repair import BeyondRepair, repair_parts, restore_input, salvage
 from batch_agent.serve.turnstile import Entrant, Turnstile
 from batch_agent.serve.upstreams import for_clients
 from batch_agent.spec import BatchSpec
@@ -54,15 +57,15 @@ OPEN_PER_TENANT = 4  # runs of a tenant that are open at once, those with the ea
 GRACE_SECONDS = 10.0  # for lines in flight, when their batch is cancelled
 PROGRESS_SECONDS = 1.0  # between two writes of the numbers of a batch
 AGAIN_SECONDS = 5.0  # before a batch whose record could not be written is continued
-# A batch whose run ends early, or fails by a bug, is continued, after twice the time each time. After this many times
-# in a row without another line done it fails, with everything that is done in its files.
-MOST_FRUITLESS = 6
+# A batch whose run ends early, or fails by a bug or damage, is continued, after twice the time each time. After so many
+# times in a row without another line done it fails, with everything that is done in its files.
+MOST_FAILURES = 6
+SET_ASIDE_AFTER = 3  # of these failures the record of a batch is set aside: it may be damaged
 LEAD_SECONDS = 5.0  # that lines wait for the first one with their prefix
 MOST_LATER = 1024  # lines that wait for it in memory, or for a server
 MOST_SKIPPED = 64  # lines for servers that are away, at one look for a line that may start
 LOCK = "lock"  # in the folder of a batch, held by the process that works on it
-QUEUE_LIMIT = "queue_limit_exceeded"
-RUN = "run"
+QUEUE_LIMIT, DAMAGED, RUN_FAILED = "queue_limit_exceeded", "batch_damaged", "run_failed"  # codes of errors
 RUNS_PREFIX = "serve-"  # of the names of runs in Redis, before the id of the batch
 LEASE = 10.0  # seconds after which rows of a worker in another process are taken over
 LEASE_SECONDS = 10.0  # after which another process takes over the batches of one that is gone
@@ -70,6 +73,21 @@ LEASE_SECONDS = 10.0  # after which another process takes over the batches of on
 
 class RunEnded(Exception):
     """The run of a batch ended before its lines were done, and neither its client nor its deadline ended it."""
+
+
+class InUse(StoreError):
+    """Another process works on a batch."""
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Return whether a failure is that of a full disk."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return True
+        if "disk is full" in str(error) or os.strerror(errno.ENOSPC) in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 @dataclass(slots=True, eq=False)
@@ -120,8 +138,7 @@ class RunningBatch(Entrant):
         for _ in range(MOST_SKIPPED):
             if self._next is None and not self.closed:
                 try:
-                    line = self._next_in_order()
-                    self._next = None if line is None else (line, *self.lines.read(line))
+                    self._next = self._next_readable()
                 except (OSError, ValueError, sqlite3.Error) as error:
                     self.failure = error
                     self.close()
@@ -154,6 +171,15 @@ class RunningBatch(Entrant):
         super().close()
         self._next = None
         self.inlet.close()
+
+    def _next_readable(self) -> tuple[BatchLine, str, JsonObject] | None:
+        while (line := self._next_in_order()) is not None:
+            try:
+                return line, *self.lines.read(line)
+            except UnreadableLine:
+                self.lines.give_up(line)
+                self._written.set()
+        return None
 
     def _next_in_order(self) -> BatchLine | None:
         """Return the next line; None if there is none now. Those with a long prefix come after the answer to the first
@@ -288,7 +314,8 @@ def travelling_spec(models: ServedModels, model: str | None, **options: Any) -> 
 
 
 class ServedBatches:
-    """All batches of a server. ``notify`` is called when a batch has ended and its tenant may have a webhook."""
+    """All batches of a server. ``notify`` is called when a batch has ended and its tenant may have a webhook.
+    ``held_up`` returns why no batch can be worked on now, such as a full disk, or ""; it blocks."""
 
     def __init__(
         self,
@@ -298,10 +325,11 @@ class ServedBatches:
         turnstile: Turnstile,
         options: ServeOptions,
         notify: Callable[[], None],
+        held_up: Callable[[], str] = lambda: "",
     ) -> None:
         self._catalog, self._models, self._shared, self._turnstile = catalog, models, shared, turnstile
         self._max_lines, self._store, self._now = options.max_lines, options.store, options.now
-        self._notify = notify
+        self._notify, self._held_up = notify, held_up
         # Seconds for which a process owns a batch, if several share the catalog.
         self._lease = LEASE_SECONDS if options.shared else None
         self._owner = secrets.token_hex(8)  # the name of this process
@@ -408,38 +436,101 @@ class ServedBatches:
     # One batch
 
     async def _accompany(self, id: str) -> None:
-        """Take a batch to its end. One whose files cannot be read or written is tried again."""
-        fruitless, least, failing = 0, inf, ""
+        """Take a batch to its end. After a failure it is continued. If that fails again and again without another line
+        done, and neither the data directory nor the disk nor another process is the reason, it ends as failed."""
+        failures, least, reason, code = 0, inf, "", ""
         while True:
             try:
                 batch = await in_thread(self._catalog.batch, id)
                 if batch is None or batch.is_over:
                     return
-                if fruitless > MOST_FRUITLESS or (failing and batch.status == "validating"):  # no file can be written
-                    await self._put(batch.at("failed", self._now(), errors=[_cannot_continue(failing)]))
+                if failures >= MOST_FAILURES:
+                    await self._fail(batch, code, reason)
                 elif batch.status == "validating" or (batch.status == "cancelling" and not batch.total):
                     await self._validate(batch)
                 else:
-                    await self._work(batch, failing)
-                continue
-            except (StoreError, OSError, sqlite3.Error) as error:
-                logger.warning("batch %s: %s; it is continued in %g s", id, error, AGAIN_SECONDS)
-                await asyncio.sleep(AGAIN_SECONDS)
-                continue
-            except Exception as error:  # such as a damaged index: it does not concern other batches
-                left = self._left.get(id, inf)
-                fruitless, least = 1 if left < least else fruitless + 1, min(left, least)
-                pause, why = AGAIN_SECONDS * 2.0 ** (fruitless - 1), str(error) or type(error).__name__
-                trace = None if isinstance(error, RunEnded) else error
-                logger.error("batch %s: %s; it is continued in %g s", id, why, pause, exc_info=trace)
-            if fruitless >= MOST_FRUITLESS:
-                failing, pause = why, 0.0
-            await asyncio.sleep(pause)
+                    await self._work(batch, thorough=failures > 0)
+            except Exception as error:
+                pause, told = AGAIN_SECONDS, str(error) or type(error).__name__
+                if await self._is_own(error):
+                    is_damage = isinstance(error, StoreError | OSError | sqlite3.Error | BeyondRepair)
+                    left = self._left.get(id, inf)
+                    failures, least = 1 if left < least else failures + 1, min(left, least)
+                    if isinstance(error, BeyondRepair):
+                        failures = MOST_FAILURES
+                    elif failures == SET_ASIDE_AFTER and is_damage:
+                        await self._set_record_aside(id)
+                    code = DAMAGED if is_damage else RUN_FAILED
+                    reason = f"The batch cannot be continued: {for_clients(told)}."
+                    # A part that cannot be read is not better later; a server may be.
+                    pause *= 2.0 ** (failures - (5 if is_damage else 1)) if failures < MOST_FAILURES else 0.0
+                    trace = None if is_damage or isinstance(error, RunEnded) else error
+                    logger.error("batch %s: %s; it is continued in %g s", id, told, pause, exc_info=trace)
+                else:
+                    logger.warning("batch %s: %s; it is continued in %g s", id, told, pause)
+                await asyncio.sleep(pause)
+
+    async def _is_own(self, error: Exception) -> bool:
+        """Return whether a failure is that of the batch itself, and not of what all batches need: catalog, disk, data
+        directory, store."""
+        if isinstance(error, InUse | CatalogError) or is_full(error):
+            return False
+        if self._store and isinstance(error, StoreError):
+            return False
+        return not await in_thread(self._held_up)
+
+    async def _set_record_aside(self, id: str) -> None:
+        """Move the record of a batch to ``lost/``: it may be what cannot be read. Answers that are only there are asked
+        again."""
+        record = self.folder(id) / RUN
+        with suppress(OSError):
+            if record.exists():
+                moved = await in_thread(move_to_lost, self._catalog.data, record)
+                logger.warning("batch %s: its record is now %s, and it is continued without it", id, moved)
+
+    async def _fail(self, batch: ServedBatch, code: str, reason: str) -> None:
+        """End a batch that cannot be continued: all outcomes that are there are in its files."""
+        locks: list[Lock] = []
+        try:
+            with suppress(FileNotFoundError):  # of its folder
+                await in_whole_thread(lambda: locks.append(self._lock(batch.id)))
+            now = await in_thread(self._catalog.batch, batch.id)
+            if now is None or now.is_over:
+                return
+            try:
+                tallied = await in_whole_thread(partial(salvage, self.folder(batch.id), now, reason))
+            except (OSError, sqlite3.Error) as error:  # its parts stay where they are
+                reason = f"{reason} Its files cannot be completed: {error}"
+                tallied = Tallied(now.completed, now.failed, usage=dict(now.usage))
+        finally:
+            for lock in locks:
+                lock.release()
+        logger.error("batch %s: %s", batch.id, reason)
+        await self._end(now, "cancelled" if now.stop == "cancelled" else "failed", tallied, code, reason)
+
+    async def _end(self, batch: ServedBatch, status: str, tallied: Tallied, code: str = "", reason: str = "") -> None:
+        """Write the final state of a batch, whose files are complete."""
+        why: list[JsonObject] = [{"code": code, "message": reason, "param": None, "line": None}]
+        done = batch.at(
+            status,  # type: ignore[arg-type]
+            self._now(),
+            completed=tallied.completed,
+            failed=tallied.failed if not reason else max(tallied.failed, batch.total - tallied.completed),
+            cancelled=tallied.not_done.get("cancelled", 0),
+            expired=tallied.not_done.get("expired", 0),
+            usage=dict(tallied.usage),
+            errors=why if reason else batch.errors,
+        )
+        await self._put(*await in_thread(with_files, self.folder(batch.id), done))
+        await self.forget_run(batch.id)
 
     async def _validate(self, batch: ServedBatch) -> None:
         if batch.stop == "cancelled":
             await self._put(batch.at("cancelled", self._now()))
             return
+        upload = await in_thread(self._upload_of, batch)
+        if not await in_thread(self._has_input, batch, upload):
+            raise BeyondRepair("its input is missing")
         async with self._validating:
             await self._models.models()  # so that ``knows`` knows
             checked = await in_thread(self._check, batch)
@@ -463,6 +554,16 @@ class ServedBatches:
         await in_thread(self._catalog.change_batch, batch.id, change, notice)
         self._notify()
 
+    def _upload_of(self, batch: ServedBatch) -> Path | None:
+        """Return the content of the file that a batch was created from, if that is there."""
+        file = self._catalog.file(batch.input_file, batch.tenant) if batch.input_file else None
+        path = None if file is None else self._catalog.content_of(file)
+        return path if path is not None and path.exists() else None
+
+    def _has_input(self, batch: ServedBatch, upload: Path | None) -> bool:
+        folder = self.folder(batch.id)
+        return folder.is_dir() and (restore_input(folder, upload) or (folder / INPUT).exists())
+
     def _check(self, batch: ServedBatch) -> Checked | None:
         """Check the lines of a batch; None if another process has done it. The lock is released here, so that it is
         held until the end of this call also if its caller was cancelled."""
@@ -478,37 +579,43 @@ class ServedBatches:
     def _lock(self, id: str) -> Lock:
         """Take the lock of a batch's folder. Raises StoreError if another process works on the batch: it may have lost
         the batch to this one because it was slow or stopped for a while, and would continue."""
-        return Lock(self.folder(id) / LOCK, "another server works on it")
+        try:
+            return Lock(self.folder(id) / LOCK, "another server works on it")
+        except StoreError as error:
+            raise InUse(str(error)) from None
 
     def _tenant(self, name: str) -> Tenant | None:
         return next((tenant for tenant in self._catalog.tenants() if tenant.name == name), None)
 
-    async def _work(self, batch: ServedBatch, failing: str = "") -> None:
-        """Run the lines of a batch that are left, and finalize it. ``failing``: why it is only finalized."""
-        if not has_index(self.folder(batch.id)):  # it was cancelled while it was validated
-            await self._put(batch.at("cancelled", self._now()))
-            return
+    async def _work(self, batch: ServedBatch, *, thorough: bool = False) -> None:
+        """Run the lines of a batch that are left, and finalize it. ``thorough``: its files are looked at closely."""
         if batch.status == "in_progress" and not batch.stop:
             await self._wait_open(batch)
         locks: list[Lock] = []
         try:
+            if not await in_thread(self.folder(batch.id).is_dir):
+                raise BeyondRepair("its folder is missing")
             await in_whole_thread(lambda: locks.append(self._lock(batch.id)))
             now = await in_thread(self._catalog.batch, batch.id)
             if now is not None and not now.is_over:  # else another process has finished it
-                await self._work_alone(now, failing)
+                upload = await in_thread(self._upload_of, now)
+                repair = partial(repair_parts, self.folder(batch.id), now, upload, thorough=thorough)
+                for what in await in_whole_thread(repair):
+                    logger.warning("batch %s: %s", batch.id, what)
+                await self._work_alone(now)
         finally:
             for lock in locks:
                 lock.release()
             self._open.get(batch.tenant, set()).discard(batch.id)
             self._open_next(batch.tenant)
 
-    async def _work_alone(self, batch: ServedBatch, failing: str) -> None:
+    async def _work_alone(self, batch: ServedBatch) -> None:
         """Run and finalize a batch whose lock is held. Raises RunEnded if lines are left that should be done."""
-        stop, opened = batch.stop or ("failed" if failing else ""), list[BatchLines]()
+        stop, opened = batch.stop, list[BatchLines]()
         try:
             await in_whole_thread(lambda: opened.append(BatchLines(self.folder(batch.id), batch)))
             (lines,) = opened
-            if batch.status != "finalizing" and lines.left and not stop:
+            if lines.left and not stop:
                 running = self.running[batch.id] = RunningBatch(
                     batch, lines, self._models, self._turnstile, travels=bool(self._store)
                 )
@@ -518,7 +625,7 @@ class ServedBatches:
                 if lines.left and not stop:
                     over = self._shared.dispatcher.over
                     raise RunEnded("its run ended before all lines were done" if over is None else over[1])
-            await self._finalize(batch, lines, stop, failing)
+            await self._finalize(batch, lines, stop)
         finally:
             self.running.pop(batch.id, None)
             for lines in opened:
@@ -589,12 +696,10 @@ class ServedBatches:
                 with suppress(StoreError):
                     await in_thread(self._catalog.change_batch, running.batch.id, self.progress)
 
-    async def _finalize(self, batch: ServedBatch, lines: BatchLines, stop: str, failing: str = "") -> None:
+    async def _finalize(self, batch: ServedBatch, lines: BatchLines, stop: str) -> None:
         """Complete the files of a batch, and end it."""
 
         def change(now: ServedBatch) -> ServedBatch:
-            if failing and stop == "failed" and not now.stop:
-                now = replace(now, errors=[_cannot_continue(failing)])
             if now.status in ("finalizing", "cancelling") or stop == "cancelled":
                 return replace(now, stop=stop or now.stop)
             return now.at("finalizing", self._now(), stop=stop)
@@ -603,19 +708,9 @@ class ServedBatches:
         assert begun is not None
         stop = begun.stop
         await in_whole_thread(partial(lines.finish, stop or "failed"))  # ``lines`` is closed after it
-        end, now = stop or "completed", self._now()
-        tallied = lines.tallied
-        done = begun.at(
-            end,  # type: ignore[arg-type]
-            now,
-            completed=tallied.completed,
-            failed=tallied.failed,
-            cancelled=tallied.not_done.get("cancelled", 0),
-            expired=tallied.not_done.get("expired", 0),
-            usage=dict(tallied.usage),
-        )
-        await self._put(*with_files(self.folder(batch.id), done))
-        await self.forget_run(batch.id)
+        damage = lines.damage
+        end = stop or ("failed" if damage else "completed")
+        await self._end(begun, end, lines.tallied, DAMAGED, damage)
 
     async def forget_run(self, id: str) -> None:
         """Delete the run of a batch that has ended, if it is in Redis: everything is in the files."""
@@ -668,8 +763,3 @@ class ServedBatches:
             if not turn.done():
                 opened.add(id)
                 turn.set_result(None)
-
-
-def _cannot_continue(why: str) -> JsonObject:
-    told = f"the batch cannot be continued: {for_clients(why)}"
-    return {"code": "run_failed", "message": told, "param": None, "line": None}

@@ -9,11 +9,13 @@ Memory does not grow with the number of lines, except for one bit for each. All 
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import shutil
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -22,27 +24,33 @@ from typing import BinaryIO
 import orjson
 from pydantic import JsonValue
 
-from batch_agent.door import RequestRefused
 from batch_agent.errors import StoreError
 from batch_agent.messages import JsonObject
 from batch_agent.outputs.surrogates import mended_all, read_json
 from batch_agent.record.private import private
+from batch_agent.record.rundir import RESULTS
 from batch_agent.serve.catalog import ServedBatch, StoredFile, Wire
-from batch_agent.serve.directory import ERRORS, INDEX, INPUT, OUTPUT, PART, sync
+from batch_agent.serve.directory import ERRORS, INDEX, INPUT, OUTPUT, PART, RUN, sync
+
+logger = logging.getLogger("batch_agent")
 
 MOST_LINE_BYTES = 64 * 1024 * 1024
 MOST_ERRORS = 100  # that a failed batch lists
 MOST_ID_CHARACTERS = 512
 ANTHROPIC_ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+QUICK_BYTES = 64 * 1024 * 1024  # an index that is larger is checked as a whole only after a failure
 LONG_PREFIX_BYTES = 2048
 AT_ONCE = 512  # lines per query
 BUFFER_BYTES = 64 * 1024  # of outcomes that are written at once
 DONE_BY = {
     "cancelled": "This request was cancelled before it was executed.",
     "expired": "This request could not be executed before the completion window expired.",
-    "failed": "This request was not executed because the batch failed; the errors of the batch say why.",
+    "failed": "This request was not executed: the batch failed.",
+    "unreadable": "This request was not executed: its line in the input cannot be read any more.",
 }
-STOPS = {**{f"batch_{stop}": stop for stop in DONE_BY}, "canceled": "cancelled", "expired": "expired"}
+STOPS = {f"batch_{stop}": stop for stop in DONE_BY} | {"canceled": "cancelled", "expired": "expired"}
+OWN_ID = re.compile(rb'"custom_id"\s*:\s*("(?:[^"\\]|\\.)*")')
+MOST_UNREADABLE = 20  # numbers of lines in a message
 # Line ends of Unicode beside \n. Many programs split the files at these too, inside of texts.
 _LINE_ENDS = re.compile("\x85|\u2028|\u2029".encode())
 
@@ -89,6 +97,13 @@ class Tallied:
             if name in DETAILS and isinstance(count, dict):
                 self._add(DETAILS[name], count.get(DETAILS[name]))
 
+    def count(self, *, ok: bool, stop: str = "") -> None:
+        """Count the outcome of a line."""
+        self.completed += ok
+        self.failed += not ok
+        if stop:
+            self.not_done[stop] = self.not_done.get(stop, 0) + 1
+
     def _add(self, total: str, count: JsonValue) -> None:
         if type(count) is int and count > 0:
             self.usage[total] = self.usage.get(total, 0) + count
@@ -114,7 +129,7 @@ DETAILS = {
 # The check
 
 
-class _Check:
+class LineCheck:
     """Checks the lines of an input and writes their index."""
 
     def __init__(self, endpoint: str, knows: Callable[[str], bool], max_lines: int, index: sqlite3.Connection) -> None:
@@ -202,10 +217,10 @@ class _Check:
 
 def check_lines(folder: Path, endpoint: str, knows: Callable[[str], bool], max_lines: int) -> Checked:
     """Check the input of a batch of OpenAI's API, and write its index. ``knows``: whether a model is served."""
-    with closing(_connect(folder / (INDEX + PART), new=True)) as index, (folder / INPUT).open("rb") as file:
-        check = _Check(endpoint, knows, max_lines, index)
+    with closing(connect(folder / (INDEX + PART), new=True)) as index, (folder / INPUT).open("rb") as file:
+        check = LineCheck(endpoint, knows, max_lines, index)
         offset = 0
-        for place, raw in enumerate(_raw_lines(file), start=1):
+        for place, raw in enumerate(raw_lines(file), start=1):
             start = 3 if not offset and raw.startswith(b"\xef\xbb\xbf") else 0
             text = raw[start:].rstrip(b"\r\n")
             if text.strip():
@@ -216,11 +231,11 @@ def check_lines(folder: Path, endpoint: str, knows: Callable[[str], bool], max_l
         if not check.total and not check.errors:
             check.refuse(None, "empty_file", "The input file is empty.")
         if not check.errors:
-            _finish_index(folder, index)
+            finish_index(folder, index)
     return Checked(check.total, check.errors, check.model)
 
 
-def _raw_lines(file: BinaryIO) -> Iterator[bytes]:
+def raw_lines(file: BinaryIO) -> Iterator[bytes]:
     """Yield the lines. Of one that is too long, only the first part: the check refuses it."""
     while raw := file.readline(MOST_LINE_BYTES + 2):
         if len(raw) > MOST_LINE_BYTES and not raw.endswith(b"\n"):
@@ -233,9 +248,9 @@ class MessageBatchLines:
     """Writes the requests of a Message Batch as the lines of a batch. ``wrong`` says what is wrong with them."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._index = folder, _connect(folder / (INDEX + PART), new=True)
+        self._folder, self._index = folder, connect(folder / (INDEX + PART), new=True)
         self._file = open(folder / INPUT, "xb", opener=private)  # noqa: SIM115
-        self._check = _Check("", lambda model: True, 2**63, self._index)
+        self._check = LineCheck("", lambda model: True, 2**63, self._index)
         self._offset = 0
 
     def add(self, request: object) -> str:
@@ -270,7 +285,7 @@ class MessageBatchLines:
         """Complete the files."""
         self._file.flush()
         os.fsync(self._file.fileno())
-        _finish_index(self._folder, self._index)
+        finish_index(self._folder, self._index)
         self.close()
         return Checked(self._check.total, [], self._check.model)
 
@@ -305,12 +320,13 @@ def _digest(text: bytes) -> bytes:
 # The index
 
 
-def _connect(path: Path, *, new: bool = False) -> sqlite3.Connection:
+def connect(path: Path, *, new: bool = False) -> sqlite3.Connection:
     if new:
         path.unlink(missing_ok=True)
         path.touch(0o600)
     try:
-        index = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        place = f"{path.absolute().as_uri()}?mode=rw"  # it does not make a new one
+        index = sqlite3.connect(place, uri=True, isolation_level=None, check_same_thread=False)
         index.execute("PRAGMA cache_size=-8192")
         if new:  # it is written again if this process is killed
             index.execute("PRAGMA journal_mode=OFF")
@@ -325,7 +341,7 @@ def _connect(path: Path, *, new: bool = False) -> sqlite3.Connection:
     return index
 
 
-def _finish_index(folder: Path, index: sqlite3.Connection) -> None:
+def finish_index(folder: Path, index: sqlite3.Connection) -> None:
     try:
         index.execute("CREATE INDEX by_prefix ON line (prefix, number)")
         index.execute("CREATE INDEX by_digest ON line (digest, number)")
@@ -338,8 +354,21 @@ def _finish_index(folder: Path, index: sqlite3.Connection) -> None:
     sync(folder)
 
 
-def has_index(folder: Path) -> bool:
-    return (folder / INDEX).exists()
+def index_damage(folder: Path, total: int | None = None, *, thorough: bool = False) -> str:
+    """Return what is wrong with the index of a batch with ``total`` lines (None: unknown), or ""."""
+    path = folder / INDEX
+    if not path.exists():
+        return "was missing"
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as index:
+            if thorough or (total is not None and path.stat().st_size <= QUICK_BYTES):
+                (told,) = index.execute("PRAGMA quick_check(1)").fetchone()
+                if told != "ok":
+                    return "was damaged"
+            count, last = index.execute("SELECT count(*), max(number) FROM line").fetchone()
+    except sqlite3.Error:
+        return "was damaged"
+    return "" if total is None or (0 < count <= total and last < total) else "did not fit the batch"
 
 
 def with_files(folder: Path, batch: ServedBatch) -> tuple[ServedBatch, list[StoredFile]]:
@@ -368,9 +397,25 @@ def with_files(folder: Path, batch: ServedBatch) -> tuple[ServedBatch, list[Stor
 # While it runs
 
 
+class UnreadableLine(Exception):
+    """A line of the input cannot be read any more, although the file can."""
+
+
+def open_outcomes(folder: Path, name: str) -> Path | None:
+    """Return the file to which the outcomes of a batch that has not ended are appended; None if there are none. After a
+    kill they may be in the completed file, or in both."""
+    final, part = folder / name, folder / (name + PART)
+    if final.exists():
+        if part.exists():
+            with final.open("ab") as file, part.open("rb") as rest:
+                shutil.copyfileobj(rest, file)
+        final.replace(part)
+    return part if part.exists() else None
+
+
 class BatchLines:
     """The lines of a batch that has been checked. ``dedupes``: of identical lines only the first is asked, and the
-    others get its answer."""
+    others get its answer. ``unreadable`` lines have no outcome: even their custom_id cannot be read."""
 
     def __init__(self, folder: Path, batch: ServedBatch) -> None:
         self.folder, self._wire = folder, batch.wire
@@ -378,14 +423,19 @@ class BatchLines:
         self.total = batch.total
         self.tallied = Tallied()
         self._id_head = f"batch_req_{batch.id.rpartition('_')[2]}"
-        self._index = _connect(folder / INDEX)
-        self._input = (folder / INPUT).open("rb")
         self._done = bytearray(batch.total // 8 + 1)
         self._files: dict[bool, BinaryIO] = {}
+        self._given_up: list[int] = []
+        self._index = connect(folder / INDEX)
+        self._input: BinaryIO | None = None
         try:
+            with suppress(FileNotFoundError):
+                self._input = (folder / INPUT).open("rb")
+            self.unreadable = batch.total - int(self._index.execute("SELECT count(*) FROM line").fetchone()[0])
             for ok, name in ((True, OUTPUT), (False, ERRORS)):
-                self._recover(ok, folder / name)
-                self._recover(ok, folder / (name + PART))
+                part = open_outcomes(folder, name)
+                if part is not None:
+                    self._recover(ok, part)
         except BaseException:
             self.close()
             raise
@@ -395,46 +445,69 @@ class BatchLines:
             with suppress(OSError):  # the record has what could not be written
                 file.close()
         self._files.clear()
-        self._input.close()
+        if self._input is not None:
+            self._input.close()
         self._index.close()
 
     @property
     def left(self) -> int:
-        return self.total - self.tallied.completed - self.tallied.failed
+        return self.total - self.tallied.completed - self.tallied.failed - self.unreadable
+
+    @property
+    def damage(self) -> str:
+        """Return what of the input could not be read, or ""."""
+        count = self.unreadable + self.tallied.not_done.get("unreadable", 0)
+        if not count:
+            return ""
+        some = ", ".join(str(number + 1) for number in sorted(self._given_up)[:MOST_UNREADABLE])
+        which = f" (among them {some})" if some else ""
+        return f"{count} lines of the input cannot be read any more{which}: they have no answer. All others are done."
 
     def is_done(self, number: int) -> bool:
         return bool(self._done[number >> 3] >> (number & 7) & 1)
 
     def _recover(self, ok: bool, path: Path) -> None:
-        """Count the outcomes that are on disk. A line that was torn by a kill is cut off."""
-        try:
-            file = path.open("r+b")
-        except FileNotFoundError:
-            return
-        with file:
-            whole = 0
+        """Count the outcomes that are on disk. What is no outcome of a line that has none yet is removed: a line that
+        was torn by a kill, or one that was damaged. It is answered again, from the record if that has the answer."""
+        draft, whole, kept = path.with_name(f"{path.name}.new"), 0, None
+        with path.open("r+b") as file, ExitStack() as opened:
+            size = os.fstat(file.fileno()).st_size
             for raw in file:
-                try:
-                    outcome = orjson.loads(raw) if raw.endswith(b"\n") else None
-                except ValueError:
-                    outcome = None
-                if outcome is None:
-                    break
-                whole += len(raw)
-                query = "SELECT number, digest FROM line WHERE id = ?"
-                for number, digest in self._index.execute(query, (digest_of_id(outcome["custom_id"]),)).fetchall():
-                    self._count(number, ok=ok, stop=_stop_in(outcome))
-                    if not self.dedupes or self._first_same(digest) == number:
-                        self.tallied.add(_usage_in(outcome))
-            if whole != os.fstat(file.fileno()).st_size:
+                if self._recover_one(ok, raw):
+                    whole += len(raw)
+                    if kept is not None:
+                        kept.write(raw)
+                elif kept is None and file.tell() < size:  # there may be good ones behind it
+                    kept = opened.enter_context(open(draft, "wb", opener=private))
+                    with path.open("rb") as good:
+                        copy_bytes(good, kept, whole)
+            if kept is None and whole != size:
                 file.truncate(whole)
+            if kept is not None:
+                kept.flush()
+                os.fsync(kept.fileno())
+        if kept is not None:
+            logger.warning("%s was damaged: %d of its %d bytes are outcomes", path, whole, size)
+            draft.replace(path)
+
+    def _recover_one(self, ok: bool, raw: bytes) -> bool:
+        """Count an outcome; False if it is none, or a second one of its line."""
+        try:
+            outcome = orjson.loads(raw if raw.endswith(b"\n") else b"")
+            own = digest_of_id(outcome["custom_id"])
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return False
+        found = self._index.execute("SELECT number, digest FROM line WHERE id = ?", (own,)).fetchone()
+        if found is None or self.is_done(found[0]):
+            return False
+        self._count(found[0], ok=ok, stop=stop_in(outcome))
+        if not self.dedupes or self._first_same(found[1]) == found[0]:
+            self.tallied.add(usage_in(outcome))
+        return True
 
     def _count(self, number: int, *, ok: bool, stop: str = "") -> None:
         self._done[number >> 3] |= 1 << (number & 7)
-        self.tallied.completed += ok
-        self.tallied.failed += not ok
-        if stop:
-            self.tallied.not_done[stop] = self.tallied.not_done.get(stop, 0) + 1
+        self.tallied.count(ok=ok, stop=stop)
 
     def left_in_order(self) -> Iterator[BatchLine]:
         """Yield the lines that are not done, those with the same system prompt and tools one after another."""
@@ -454,10 +527,37 @@ class BatchLines:
         return int(self._index.execute("SELECT min(number) FROM line WHERE digest = ?", (digest,)).fetchone()[0])
 
     def read(self, line: BatchLine) -> tuple[str, JsonObject]:
-        """Return the custom_id of a line, and what it asks for."""
-        found = read_json(os.pread(self._input.fileno(), line.size, line.offset))
-        assert isinstance(found, dict) and isinstance(found["body"], dict)
-        return str(found["custom_id"]), found["body"]
+        """Return the custom_id of a line, and what it asks for. Raises UnreadableLine if it is not the line that was
+        checked."""
+        try:
+            found = read_json(self._raw(line))
+        except ValueError:
+            found = None
+        own, body = (found.get("custom_id"), found.get("body")) if isinstance(found, dict) else (None, None)
+        if not isinstance(own, str) or not isinstance(body, dict) or not self._is_id(line, own):
+            raise UnreadableLine(f"line {line.number + 1}")
+        return own, body
+
+    def _raw(self, line: BatchLine) -> bytes:
+        return b"" if self._input is None else os.pread(self._input.fileno(), line.size, line.offset)
+
+    def _is_id(self, line: BatchLine, own: str) -> bool:
+        (id,) = self._index.execute("SELECT id FROM line WHERE number = ?", (line.number,)).fetchone()
+        return bool(id == digest_of_id(own))
+
+    def give_up(self, line: BatchLine) -> None:
+        """End a line that cannot be read. Its outcome says so, if its custom_id can be read."""
+        if self.is_done(line.number):
+            return
+        self._given_up.append(line.number)
+        found = OWN_ID.search(self._raw(line))
+        with suppress(ValueError):
+            own = orjson.loads(found[1]) if found is not None else None
+            if isinstance(own, str) and self._is_id(line, own):
+                self._write(line.number, own, not_done(self._wire, "unreadable"), ok=False, stop="unreadable")
+                return
+        self._done[line.number >> 3] |= 1 << (line.number & 7)
+        self.unreadable += 1
 
     def at(self, number: int) -> BatchLine:
         row = self._index.execute("SELECT offset, size, prefix FROM line WHERE number = ?", (number,)).fetchone()
@@ -471,14 +571,17 @@ class BatchLines:
         if self.is_done(number):
             return
         self._write(number, custom_id, outcome, ok=ok)
-        self.tallied.add(_usage_in(outcome))
+        self.tallied.add(usage_in(outcome))
         if self.dedupes:
             query = "SELECT number, offset, size, prefix FROM line WHERE number > ? AND digest = "
             query += "(SELECT digest FROM line WHERE number = ?)"
             for copy in self._index.execute(query, (number, number)).fetchall():
                 same = BatchLine(*copy)
                 if not self.is_done(same.number):
-                    self._write(same.number, self.read(same)[0], outcome, ok=ok)
+                    try:
+                        self._write(same.number, self.read(same)[0], outcome, ok=ok)
+                    except UnreadableLine:
+                        self.give_up(same)
 
     def _write(
         self, number: int, custom_id: str, outcome: Mapping[str, JsonValue], *, ok: bool, stop: str = ""
@@ -498,11 +601,17 @@ class BatchLines:
         for file in self._files.values():
             file.flush()
 
-    def finish(self, stop: str) -> None:
+    def finish(self, stop: str, reason: str = "") -> None:
         """Write the outcome of lines that were not done, and complete the files. ``stop``: why they were not, as a
         batch calls it. May be repeated, also by another process: the files say what an earlier one has written."""
+        if self.left:
+            self._take_recorded()
+        outcome = not_done(self._wire, stop, reason)
         for line in self._unfinished():
-            self._write(line.number, self.read(line)[0], not_done(self._wire, stop), ok=False, stop=stop)
+            try:
+                self._write(line.number, self.read(line)[0], outcome, ok=False, stop=stop)
+            except UnreadableLine:
+                self.give_up(line)
         for name, ok in ((OUTPUT, True), (ERRORS, False)):
             file = self._files.pop(ok, None)
             if file is not None:
@@ -512,6 +621,13 @@ class BatchLines:
                 sync(part)
                 part.replace(self.folder / name)
         sync(self.folder)
+
+    def _take_recorded(self) -> None:
+        """Write the outcomes that the run has delivered and that are missing in the files: those were damaged."""
+        for _, own, outcome, ok in recorded_outcomes(self.folder):
+            found = self._index.execute("SELECT number FROM line WHERE id = ?", (digest_of_id(own),)).fetchone()
+            if found is not None:
+                self.put(found[0], own, outcome, ok=ok)
 
     def _unfinished(self) -> Iterator[BatchLine]:
         number = -1
@@ -523,16 +639,34 @@ class BatchLines:
                     yield BatchLine(*row)
 
 
-def not_done(wire: Wire, stop: str) -> JsonObject:
-    if wire == "anthropic" and stop != "failed":
-        return {"result": {"type": "canceled" if stop == "cancelled" else "expired"}}
+def recorded_outcomes(folder: Path) -> Iterator[tuple[int, str, JsonObject, bool]]:
+    """Yield number, custom_id and outcome of each line whose result the run of a batch has delivered, and whether it is
+    an answer."""
+    for name in (RESULTS, f"{RESULTS}.new"):
+        path = folder / RUN / name
+        if not path.exists():
+            continue
+        with path.open("rb") as file:
+            for raw in file:
+                with suppress(ValueError, KeyError, TypeError):
+                    result = orjson.loads(raw)
+                    row, output = result["input"], result["output"]
+                    if isinstance(row["id"], str) and isinstance(output["outcome"], dict):
+                        yield int(row["line"]), row["id"], output["outcome"], output["ok"] is True
+
+
+def not_done(wire: Wire, stop: str, reason: str = "") -> JsonObject:
+    """Return the outcome of a line that has no answer."""
+    told = f"{DONE_BY[stop]} {reason}".rstrip()
     if wire == "anthropic":
-        error: JsonObject = {"type": "api_error", "message": DONE_BY[stop]}
-        return {"result": {"type": "errored", "error": {"type": "error", "error": error}}}
-    return {"response": None, "error": {"code": f"batch_{stop}", "message": DONE_BY[stop]}}
+        if stop not in ("cancelled", "expired"):
+            error: JsonObject = {"type": "error", "error": {"type": "api_error", "message": told}}
+            return {"result": {"type": "errored", "error": error}}
+        return {"result": {"type": "canceled" if stop == "cancelled" else "expired"}}
+    return {"response": None, "error": {"code": f"batch_{stop}", "message": told}}
 
 
-def _stop_in(outcome: JsonValue) -> str:
+def stop_in(outcome: JsonValue) -> str:
     """Return why a line was not done, if its outcome is one of ``not_done``; else ""."""
     if not isinstance(outcome, dict):
         return ""
@@ -541,11 +675,17 @@ def _stop_in(outcome: JsonValue) -> str:
     return STOPS.get(told, "") if isinstance(told, str) else ""
 
 
+def copy_bytes(source: BinaryIO, target: BinaryIO, size: int) -> None:
+    while size and (chunk := source.read(min(size, 1024 * 1024))):
+        target.write(chunk)
+        size -= len(chunk)
+
+
 def _escaped(found: re.Match[bytes]) -> bytes:
     return b"\\u%04x" % ord(found[0].decode())
 
 
-def _usage_in(outcome: JsonValue) -> JsonValue:
+def usage_in(outcome: JsonValue) -> JsonValue:
     """Return the usage of an outcome in the form of any wire."""
     if not isinstance(outcome, dict):
         return None
@@ -554,127 +694,3 @@ def _usage_in(outcome: JsonValue) -> JsonValue:
     if isinstance(result, dict):
         document = result.get("message")
     return document.get("usage") if isinstance(document, dict) else None
-
-
-# As a server shows them to people
-
-MOST_SHOWN = 50_000  # bytes of an input or of an output; more is cut
-FILES = {"succeeded": OUTPUT, "failed": ERRORS}
-
-
-def rows_of(
-    folder: Path, state: str, after: int, limit: int, state_of: Callable[[int], str] | None
-) -> tuple[list[JsonObject], int | None]:
-    """Return lines of a batch, and where the next page begins, or None. ``after`` is a place in the file of outcomes,
-    or for lines that are not done a line number. ``state_of`` returns the state of these, or "" for one that is done.
-    Blocks."""
-    index = _index(folder)
-    if index is None:
-        return [], None
-    with closing(index), (folder / INPUT).open("rb") as asked:
-        if state not in FILES:
-            return _not_done(index, asked, after, limit, state_of) if state_of is not None else ([], None)
-        rows: list[JsonObject] = []
-        path = _file_of(folder, FILES[state])
-        if path is None:
-            return [], None
-        with path.open("rb") as file:
-            file.seek(after)
-            for _ in range(limit):
-                raw = file.readline()
-                if not raw.endswith(b"\n"):
-                    break
-                rows.append(_with_outcome(index, asked, raw))
-            return rows, file.tell() if len(rows) == limit else None
-
-
-def row_of(folder: Path, custom_id: str, state_of: Callable[[int], str] | None) -> JsonObject | None:
-    """Return the line with a custom_id. Blocks, while the files of outcomes are searched for it."""
-    index = _index(folder)
-    if index is None:
-        return None
-    with closing(index), (folder / INPUT).open("rb") as asked:
-        found = _place(index, custom_id)
-        if found is None:
-            return None
-        needle = b'"custom_id":' + orjson.dumps(custom_id)
-        for name in (OUTPUT, ERRORS):
-            path = _file_of(folder, name)
-            if path is not None:
-                with path.open("rb") as file:
-                    for raw in file:
-                        if needle in raw and raw.endswith(b"\n") and orjson.loads(raw)["custom_id"] == custom_id:
-                            return _with_outcome(index, asked, raw)
-        return _row(asked, found, (state_of(found[0]) if state_of is not None else "") or "waiting")
-
-
-def _index(folder: Path) -> sqlite3.Connection | None:
-    if not has_index(folder):
-        return None
-    return sqlite3.connect(f"{(folder / INDEX).absolute().as_uri()}?mode=ro", uri=True, check_same_thread=False)
-
-
-def _file_of(folder: Path, name: str) -> Path | None:
-    return next((path for path in (folder / name, folder / (name + PART)) if path.exists()), None)
-
-
-def _place(index: sqlite3.Connection, custom_id: str) -> tuple[int, int, int] | None:
-    query = "SELECT number, offset, size FROM line WHERE id = ?"
-    found: tuple[int, int, int] | None = index.execute(query, (digest_of_id(custom_id),)).fetchone()
-    return found
-
-
-def _not_done(
-    index: sqlite3.Connection, asked: BinaryIO, after: int, limit: int, state_of: Callable[[int], str]
-) -> tuple[list[JsonObject], int | None]:
-    rows: list[JsonObject] = []
-    for found in index.execute("SELECT number, offset, size FROM line WHERE number >= ? ORDER BY number", (after,)):
-        if state := state_of(found[0]):
-            if len(rows) == limit:
-                return rows, found[0]
-            rows.append(_row(asked, found, state))
-    return rows, None
-
-
-def _row(asked: BinaryIO, place: tuple[int, int, int], state: str) -> JsonObject:
-    number, offset, size = place
-    asked.seek(offset)
-    line = read_json(asked.read(size))
-    assert isinstance(line, dict)
-    told: JsonObject = {"line": number + 1, "custom_id": line["custom_id"], "state": state}
-    return {**told, "input": _cut(line.get("body")), "output": None, "error": None}
-
-
-def _with_outcome(index: sqlite3.Connection, asked: BinaryIO, raw: bytes) -> JsonObject:
-    try:
-        outcome: JsonValue = orjson.loads(raw)
-    except ValueError:
-        outcome = None
-    own = outcome.get("custom_id") if isinstance(outcome, dict) else None
-    found = _place(index, own) if isinstance(own, str) else None
-    if found is None or not isinstance(outcome, dict):
-        raise RequestRefused(400, "after is not the next of a page", param="after")
-    result = outcome.get("result")  # of a Message Batch
-    if isinstance(result, dict):
-        state, answer, problem = str(result["type"]), result.get("message"), result.get("error")
-    else:
-        response, problem = outcome.get("response"), outcome.get("error")
-        response = response if isinstance(response, dict) else {}
-        answer = response.get("body")
-        if answer is not None and response.get("status_code") != 200:
-            answer, problem = None, answer
-        state = "succeeded" if problem is None else _stop_in(outcome) or "failed"
-    error = None if problem is None and answer is not None else _message(problem) or state
-    return {**_row(asked, found, state), "output": _cut(answer), "error": error}
-
-
-def _message(problem: JsonValue) -> str:
-    while isinstance(problem, dict) and isinstance(problem.get("error"), dict):
-        problem = problem["error"]
-    return str(problem.get("message") or "") if isinstance(problem, dict) else ""
-
-
-def _cut(document: JsonValue) -> JsonValue:
-    """Return a document, or the beginning of its text if it is long."""
-    text = orjson.dumps(document)
-    return document if len(text) <= MOST_SHOWN else text[:MOST_SHOWN].decode("utf-8", "ignore") + "…"

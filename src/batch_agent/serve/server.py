@@ -42,11 +42,11 @@ from batch_agent.serve.batches import RUNS_PREFIX, ServedBatches, travelling_spe
 from batch_agent.serve.catalog import ConfiguredTenant, ServedBatch, Tenant, label_of
 from batch_agent.serve.directory import ERRORS, LOCK_FILE, OUTPUT, PART, claim
 from batch_agent.serve.governor import Governor
-from batch_agent.serve.lines import row_of, rows_of
 from batch_agent.serve.models import ServedModels
 from batch_agent.serve.objects import batch_object, read_limit, shown_beside
 from batch_agent.serve.parts import ServerParts
 from batch_agent.serve.recovery import open_catalog
+from batch_agent.serve.rows import row_of, rows_of
 from batch_agent.serve.turnstile import Turnstile
 from batch_agent.serve.upstreams import ModelServers
 from batch_agent.serve.webhooks import Webhooks
