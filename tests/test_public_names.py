@@ -49,6 +49,7 @@ PUBLIC = [
     "ToolError",
     "Usage",
     "__version__",
+    "compare",
     "release_models",
 ]
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from batch_agent.fleet.backend import Fleet
     from batch_agent.job import AgentError, AgentResult, Failure, Success, Timings
     from batch_agent.messages import Image, Message, ToolCall, Usage
+    from batch_agent.record.compare import compare
     from batch_agent.results import Results
     from batch_agent.spec import BatchSpec
     from batch_agent.tools.base import Tool
@@ -61,6 +62,7 @@ __all__ = [
     "ToolError",
     "Usage",
     "__version__",
+    "compare",
     "release_models",
 ]
 
@@ -71,6 +73,7 @@ _HOMES = {
     "errors": ("BatchAgentError", "JobError", "RunRejected", "RunUnreachable", "SpecError", "StoreError", "ToolError"),
     "fleet.backend": ("Fleet",),
     "job": ("AgentError", "AgentResult", "Failure", "Success", "Timings"),
+    "record.compare": ("compare",),
     "messages": ("Image", "Message", "ToolCall", "Usage"),
     "results": ("Results",),
     "spec": ("BatchSpec",),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -25,6 +25,7 @@ from batch_agent.messages import JsonObject, Usage
 from batch_agent.observe.statistics import Statistics
 from batch_agent.observe.summary import summary_json, summary_lines
 from batch_agent.observe.text import dollars, rows
+from batch_agent.record.compare import Side, SideRows
 from batch_agent.record.scoring import RunGold, add_result, digest_of, output_line, row_fields, with_gold, with_looks
 from batch_agent.tools.execution import ToolStatistics
 from batch_agent.trust.calibration import Calibration, calibration
@@ -167,6 +168,14 @@ class Results(list[AgentResult[T]]):
         total = len(self) if known.population is None else known.population
         found = scoring.score(total, pilot=known.pilot, complete=known.complete)
         return scoring, with_looks(found, known.asked or digest_of([*map(output_line, self._lines())]))
+
+    def side(self, name: str) -> Side:
+        """Return these results as one side of a comparison (``batch_agent.compare``)."""
+        known, schema = self._gold or RunGold(), OutputSchema.of(self._output_schema)
+        typed = schema is not None or all(isinstance(output, str) for output in self.outputs)
+        known = replace(known, asked=known.asked or digest_of([*map(output_line, self._lines())]))
+        records = [record for line in self._lines() if (record := record_of(line)) is not None]
+        return Side(name, SideRows(records), known, schema, typed)
 
     def to_pandas(self) -> pandas.DataFrame:
         """Return a row per result, with the columns of a CSV or Parquet file (docs/files.md). Lists and dicts are not

@@ -110,6 +110,11 @@ COMMANDS: Mapping[str, Command] = {
         "Show rows of a recorded run as text: prompts, answers, tool calls with their results, times and tokens. By "
         "default, the first row.",
     ),
+    "compare": Command(
+        "compare runs over the same rows",
+        "Compare runs, or files of results, over the same rows: what differs, and with gold, which rows became right "
+        "and which became wrong, with exact tests.",
+    ),
     "export": Command(
         "write the results of a run as a table or as JSON lines",
         "Write the results of a run, finished or not, to a file, in input order.",

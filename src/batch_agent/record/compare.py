@@ -17,17 +17,18 @@ from batch_agent.files.gold import GivenGold, TakenGold
 from batch_agent.files.tables import Record
 from batch_agent.record.reader import open_run
 from batch_agent.record.score_reader import known_of_file, known_of_run, part_of
-from batch_agent.record.scoring import RunGold, examples_filter, row_fields, with_looks
-from batch_agent.trust.comparison import Answer, Comparison, PairedRow, RunSide, compare_answers
+from batch_agent.record.scoring import RunGold, row_fields, with_looks
+from batch_agent.trust.comparison import Answer, PairedRow, RunComparison, RunSide, compare_answers
+from batch_agent.trust.examples import examples_filter
 from batch_agent.trust.gold import OUTPUT, Gold, class_name
 from batch_agent.trust.order import SEALED_KEY, KeyedOrder
 from batch_agent.trust.table import Scoring
 
 
-class Compared(NamedTuple):
-    """A finished row of a run."""
+class SideRow(NamedTuple):
+    """A finished row of a run. ``place`` is its index."""
 
-    index: int
+    place: int
     name: str
     fields: Mapping[str, object]
     answer: Answer
@@ -39,7 +40,7 @@ class Side:
     text."""
 
     name: str
-    rows: Iterable[Compared]
+    rows: Iterable[SideRow]
     known: RunGold = field(default_factory=RunGold)
     schema: OutputSchema[object] | None = None
     typed: bool = False
@@ -48,7 +49,7 @@ class Side:
         """Return the gold to compare by; None if there is none."""
         if given.get("gold") is None and self.known.taken is None:
             return None
-        rows = ((row.index, row.name, row.fields) for row in self.rows)
+        rows = ((row.place, row.name, row.fields) for row in self.rows)
         return self.known.measure(given, rows, self.schema, typed=self.typed)
 
 
@@ -58,13 +59,13 @@ class HasSide(Protocol):
     def side(self, name: str) -> Side: ...
 
 
-class _Records:
+class SideRows:
     """The finished rows of a record, or of a file of results."""
 
     def __init__(self, records: Iterable[Record]) -> None:
         self._records = records
 
-    def __iter__(self) -> Iterator[Compared]:
+    def __iter__(self) -> Iterator[SideRow]:
         for record in self._records:
             error = record.get("error")
             kind = str(error.get("type")) if isinstance(error, dict) else None
@@ -80,7 +81,7 @@ class _Records:
                 _number(seconds),
             )
             place = index if isinstance(index, int) else -1
-            yield Compared(place, str(record.get("job_id")), row_fields(record.get("input")), answer)
+            yield SideRow(place, str(record.get("job_id")), row_fields(record.get("input")), answer)
 
 
 def _number(value: object) -> float | None:
@@ -95,7 +96,7 @@ def compare(
     tolerance: Mapping[str, float] | None = None,
     score: Mapping[str, Any] | None = None,
     groups: str | None = None,
-) -> Comparison:
+) -> RunComparison:
     """Compare runs over the same rows: ``compare(a, b)["mood"]``. A run is a ``Results``, a run directory or the URL of
     a run in Redis, or a file of results. Rows are joined by id; rows that are not in all runs, or whose content is not
     the same, are counted and left out. Without ``gold`` that of the runs is used; if there is none, the comparison says
@@ -113,10 +114,11 @@ def _side(run: str | Path | HasSide, place: int, opened: ExitStack) -> Side:
         return run.side("abcdefghijklmnopqrstuvwxyz"[place] if place < 26 else f"run {place + 1}")
     if Path(run).is_file():
         records, known = known_of_file(Path(run))
-        return Side(str(run), _Records(records), known)
+        return Side(str(run), SideRows(records), known)
     reader = opened.enter_context(open_run(str(run)))
-    part, known, schema, typed = known_of_run(reader, opened.enter_context(part_of(reader)))
-    return Side(reader.name, _Records(part.rows), known, schema, typed)
+    part = opened.enter_context(part_of(reader))
+    known, schema, typed = known_of_run(reader)
+    return Side(reader.name, SideRows(part.rows), known, schema, typed)
 
 
 def _kind(value: object) -> str:
@@ -132,15 +134,17 @@ def _with_names(sides: Sequence[Side]) -> list[Side]:
     ]
 
 
-def _compared(sides: Sequence[Side], given: Mapping[str, object]) -> Comparison:
-    taken, error = None, None
-    for side in sides:
+def _compared(sides: Sequence[Side], given: Mapping[str, object]) -> RunComparison:
+    taken: TakenGold | None = None
+    error: SpecError | None = None
+    owner = 0  # the run whose gold it is
+    for place, side in enumerate(sides):
         try:
             taken = side.gold(given)
         except SpecError as refused:  # another run may still have the columns
             error = error or refused
         if taken is not None:
-            owner = side
+            owner = place
             break
     if taken is None and error is not None:
         raise error
@@ -163,26 +167,25 @@ def _compared(sides: Sequence[Side], given: Mapping[str, object]) -> Comparison:
     if taken is not None:
         answers = [answer.output for row in rows for answer in row.answers if answer.ok]
         rules = taken.gold.typed_by(answers).with_rules(taken.options.tolerance, taken.options.judges)
-        by_name = dict(zip(sides, every, strict=True))[owner] if False else every[[*sides].index(owner)]
-        rows = [row._replace(gold=_gold_of(taken, by_name[row.name])) for row in rows]
+        rows = [row._replace(gold=_gold_of(taken, every[owner][row.name])) for row in rows]
         looks = _looks(sides, every, kept, taken, rules)
     grouped = taken is not None and taken.options.groups is not None and taken.options.sample != "random"
     notes = ["no test and no interval: the gold was collected by groups, whose rows are alike"] if grouped else []
     fields = _fields(rows)
     found = [_run_side(side, every[place], kept, place, rows) for place, side in enumerate(sides)]
     pairs = compare_answers([side.name for side in sides], rows, rules, fields=fields, grouped=grouped)
-    return Comparison(
+    return RunComparison(
         found, pairs, len(kept), len(common) - len(same), len(same) - len(shown), len(shown) - len(kept), looks, notes
     )
 
 
-def _gold_of(taken: TakenGold, row: Compared) -> Mapping[str, JsonValue]:
-    place = taken.table.place(row.index, row.name)
+def _gold_of(taken: TakenGold, row: SideRow) -> Mapping[str, JsonValue]:
+    place = taken.table.place(row.place, row.name)
     return {} if place is None else taken.table.row(place).values
 
 
 def _looks(
-    sides: Sequence[Side], every: Sequence[Mapping[str, Compared]], kept: Sequence[str], taken: TakenGold, rules: Gold
+    sides: Sequence[Side], every: Sequence[Mapping[str, SideRow]], kept: Sequence[str], taken: TakenGold, rules: Gold
 ) -> int | None:
     """Count a look at the gold for each run. Returns the number of looks before."""
     before: list[int] = []
@@ -190,7 +193,7 @@ def _looks(
         scoring = Scoring(rules, taken.table, replace(taken.options, sealed=False, require=()))
         for name in kept:
             row = rows[name]
-            scoring.add(row.index, name, row.answer.output, row.fields, ok=row.answer.ok, error=row.answer.error)
+            scoring.add(row.place, name, row.answer.output, row.fields, ok=row.answer.ok, error=row.answer.error)
         score = with_looks(scoring.score(complete=True), side.known.asked, run=side.name)
         if score.looks is not None:
             before.append(score.looks)
@@ -198,7 +201,7 @@ def _looks(
 
 
 def _run_side(
-    side: Side, rows: Mapping[str, Compared], kept: Sequence[str], place: int, paired: Sequence[PairedRow]
+    side: Side, rows: Mapping[str, SideRow], kept: Sequence[str], place: int, paired: Sequence[PairedRow]
 ) -> RunSide:
     answers = [row.answers[place] for row in paired]
     costs = [answer.cost for answer in answers if answer.cost is not None]
@@ -229,7 +232,7 @@ def _bare(fields: Mapping[str, object], hidden: frozenset[str]) -> Mapping[str, 
     return {name: value for name, value in fields.items() if name not in hidden}
 
 
-def _same_content(rows: Sequence[Compared], hidden: frozenset[str]) -> bool:
+def _same_content(rows: Sequence[SideRow], hidden: frozenset[str]) -> bool:
     """Return whether a row has the same content in all runs. A table may have made texts of its values."""
     first, *others = (_content(row.fields, hidden) for row in rows)
     return all(other == first for other in others)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -28,6 +28,7 @@ from batch_agent.record.scoring import (
     row_fields,
     with_looks,
 )
+from batch_agent.trust.examples import ExampleRows, examples_filter
 from batch_agent.trust.score import Score
 from batch_agent.trust.table import GoldTable, PilotSample, Scoring
 
@@ -45,27 +46,13 @@ def score_of_run(
 ) -> Score:
     """Return the score of a recorded run, finished or not; of a pipeline, that of its last stage. ``given`` are options
     that replace those of the run. ``count``: it is a look at the gold. Raises SpecError."""
-    facts, view = run.facts(), run.view()
-    names, begun = stage_names(facts), run.begun_stages()
-    if names and names[-1] not in begun:
-        raise SpecError(f"the last stage of {run.name}, {names[-1]}, has not begun, so there is no answer to score")
-    stages = [_facts_of(run, name) for name in begun]
-    with run.stage(names[-1]) if names else nullcontext(run) as part:
-        part_facts = stages[-1] if names else facts
-        state = {**facts, "state": (view.summary or {}).get("ended") if view.state == "interrupted" else view.state}
-        total = view.total if not names else next(iter(view.stages.values())).total
-        known = RunGold(
-            _recorded_gold(run, facts, part_facts),
-            _recorded_options(facts, part_facts),
-            asked_of(facts, stages),
-            total,
-            PilotSample.of_facts(state),
-            complete=view.state == "complete",
-        )
-        schema, typed = _schema_of(part_facts)
+    with part_of(run) as part:
+        known, schema, typed = known_of_run(run)
         rows = ((_index(each), str(each.get("job_id")), row_fields(each.get("input"))) for each in part.rows)
         taken = known.measure(given, rows, schema, typed=typed)
-        scoring = Scoring(taken.gold, taken.table, taken.options, keeps_wrong=wrong, open_sealed=open_sealed)
+        left_out = examples_filter([known.examples])
+        how = {"keeps_wrong": wrong, "open_sealed": open_sealed}
+        scoring = Scoring(taken.gold, taken.table, taken.options, left_out=left_out, **how)
         for record in part.rows:
             add_record(scoring, record)
         score = scoring.score(known.population, pilot=known.pilot, complete=known.complete)
@@ -75,13 +62,45 @@ def score_of_run(
     return score
 
 
-def score_of_file(path: Path, given: Mapping[str, object], *, open_sealed: bool = False, wrong: bool = False) -> Score:
-    """Return the score of a file of results: lines, or a table. Raises SpecError."""
+def part_of(run: RunReader) -> AbstractContextManager[RunReader]:
+    """Return the part of a run whose answers count: of a pipeline, its last stage. Raises SpecError if that has not
+    begun."""
+    names = stage_names(run.facts())
+    if names and names[-1] not in run.begun_stages():
+        raise SpecError(f"the last stage of {run.name}, {names[-1]}, has not begun, so there is no answer to score")
+    return run.stage(names[-1]) if names else nullcontext(run)
+
+
+def known_of_run(run: RunReader) -> tuple[RunGold, OutputSchema[object] | None, bool]:
+    """Return what the record of a run says of right answers, the schema of its answers, and whether that is known."""
+    facts, view = run.facts(), run.view()
+    names = stage_names(facts)
+    stages = [_facts_of(run, name) for name in run.begun_stages()]
+    part = stages[-1] if names else facts
+    known = RunGold(
+        _recorded_gold(run, facts, part),
+        _recorded_options(facts, part),
+        asked_of(facts, stages),
+        view.total if not names else next(iter(view.stages.values())).total,
+        PilotSample.of_facts(facts),
+        complete=view.state == "complete",
+        examples=ExampleRows.of_facts(part),
+    )
+    return known, *_schema_of(part)
+
+
+def known_of_file(path: Path) -> tuple[list[Record], RunGold]:
+    """Return the results in a file, and what is known of right answers. Raises SpecError."""
     records = [*_records_of(path)]
     if not records:
         raise SpecError(f"{path} has no results")
     answers = [[each.get("job_id"), each.get("output")] for each in records]
-    known = RunGold(population=len(records), asked=digest_of(answers))
+    return records, RunGold(population=len(records), asked=digest_of(answers))
+
+
+def score_of_file(path: Path, given: Mapping[str, object], *, open_sealed: bool = False, wrong: bool = False) -> Score:
+    """Return the score of a file of results: lines, or a table. Raises SpecError."""
+    records, known = known_of_file(path)
     rows = ((_index(each), str(each.get("job_id")), row_fields(each.get("input"))) for each in records)
     taken = known.measure(given, rows, None, typed=False)
     scoring = Scoring(taken.gold, taken.table, taken.options, keeps_wrong=wrong, open_sealed=open_sealed)

@@ -29,6 +29,7 @@ from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject
 from batch_agent.record.looks import LEDGER, looks_before, looks_of
 from batch_agent.record.private import private
+from batch_agent.trust.examples import ExampleRows
 from batch_agent.trust.gold import Gold, named_problems
 from batch_agent.trust.order import SEALED_KEY, KeyedOrder
 from batch_agent.trust.score import Score
@@ -99,6 +100,7 @@ class RunGold:
     population: int | None = None
     pilot: PilotSample | None = None
     complete: bool = True
+    examples: ExampleRows | None = None  # in its prompt
 
     def measure(
         self,

@@ -53,10 +53,10 @@ class ChangedRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FieldComparison:
-    """Two runs, by one field. ``differs`` of ``rows`` rows have another answer. With gold, of ``scored`` rows: right in
-    each run; ``better`` became right in the second and ``worse`` became wrong; ``difference`` of the accuracies with its
-    paired interval; ``p`` of McNemar's exact test, ``p_holm`` corrected for the number of pairs of runs;
-    ``smallest_visible``: the smallest difference that this gold could have shown, None if none."""
+    """Two runs, by one field. ``differs`` of ``rows`` rows have another answer. With gold, of ``scored`` rows: those
+    that are right in each run; ``better`` became right in the second and ``worse`` became wrong; ``difference`` of the
+    accuracies with its paired interval; ``p`` of McNemar's exact test, ``p_holm`` corrected for the number of pairs of
+    runs; ``smallest_visible``: the smallest difference that this gold could have shown, None if none."""
 
     rows: int
     differs: int
@@ -129,7 +129,7 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class RunComparison:
     """Runs over the same rows. Two runs: ``comparison["mood"]`` compares a field. More: ``comparison.pairs`` has each
     pair of them. ``changed``: rows with the same id and another content, which are left out."""
 
@@ -174,10 +174,11 @@ def compare_answers(
     fields: Sequence[str] = (),
     grouped: bool = False,
 ) -> list[Pair]:
-    """Return each pair of runs, compared on the rows that are in all of them. ``gold`` decides what is right; ``fields``
-    are those of the answers. ``grouped``: rows of a group are alike, so that no test and no interval holds."""
+    """Return each pair of runs, compared on the rows that are in all of them. ``gold`` decides what is right, and
+    ``fields`` are those of the answers. ``grouped``: rows of a group are alike, so that no test and no interval
+    holds."""
     every = [*fields] or [OUTPUT]
-    named = {name: None for name in (*every, *(gold.fields if gold is not None else ()))}
+    named = dict.fromkeys((*every, *(gold.fields if gold is not None else ())))
     if len(named) > 1:
         named[ALL] = None
     pairs = [
@@ -204,7 +205,10 @@ def compare_answers(
 def _field(
     name: str, every: Sequence[str], rows: Sequence[PairedRow], gold: Gold | None, a: int, b: int
 ) -> FieldComparison:
-    differing, better, worse, right, scored = [], [], [], [0, 0], 0
+    differing: list[ChangedRow] = []
+    better: list[ChangedRow] = []
+    worse: list[ChangedRow] = []
+    right, scored = [0, 0], 0
     for row in rows:
         one, other = row.answers[a], row.answers[b]
         values = _taken(name, one), _taken(name, other)
@@ -217,7 +221,7 @@ def _field(
         truth = [_right(answer, wanted, gold) for answer in (one, other)]
         right = [right[0] + truth[0], right[1] + truth[1]]
         if truth[0] != truth[1]:
-            shown = wanted[name] if name in wanted else {**wanted}
+            shown: JsonValue = {**wanted} if name == ALL else wanted[name]
             (better if truth[1] else worse).append(ChangedRow(row.name, shown, values))
     found = FieldComparison(len(rows), len(differing), differing)
     if not scored:
@@ -239,8 +243,8 @@ def _of(name: str, every: Sequence[str]) -> Sequence[str]:
 
 
 def _right(answer: Answer, wanted: Mapping[str, JsonValue], gold: Gold) -> bool:
-    fields = gold.fields
-    return answer.ok and all(fields[each].right(fields[each].take(answer.output), value) for each, value in wanted.items())
+    fields, output = gold.fields, answer.output
+    return answer.ok and all(fields[each].right(fields[each].take(output), value) for each, value in wanted.items())
 
 
 def _taken(name: str, answer: Answer) -> JsonValue:
@@ -269,7 +273,7 @@ def _same(one: JsonValue, other: JsonValue) -> bool:
 # In words
 
 
-def _lines(found: Comparison) -> Iterator[str]:
+def _lines(found: RunComparison) -> Iterator[str]:
     only = [f"{run.only:,} only in {run.name}" for run in found.runs if run.only]
     left = [*only, *([f"{found.changed:,} with the same id and another content"] if found.changed else [])]
     yield f"{found.rows:,} rows are in all of them" + (f"; left out: {', '.join(left)}" if left else "")

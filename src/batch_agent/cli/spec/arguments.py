@@ -221,9 +221,11 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def add_score_options(group: argparse._ArgumentGroup | argparse.ArgumentParser) -> None:
+def add_score_options(
+    group: argparse._ArgumentGroup | argparse.ArgumentParser, options: Sequence[str] = SCORE_OPTIONS
+) -> None:
     """Add the flags of a run that say what is right and what is required."""
-    for name in SCORE_OPTIONS:
+    for name in options:
         flag = notes(BatchSpec, Flag)[name]
         text = flag_help(name).replace("%", "%%")
         group.add_argument(flag_name(name), default=None, help=text, **_reading(name, flag))
