@@ -189,3 +189,12 @@ async def test_a_table_has_columns_of_doubt_and_votes(tmp_path: Path) -> None:
     assert isinstance(frame, pandas.DataFrame)
     assert frame["doubt"].tolist() == [pytest.approx(1 / 3)]
     assert frame["votes"].tolist() == [{"mood": {"counts": {"bad": 1, "good": 2}, "against": 1}}]
+
+
+async def test_a_token_whose_log_probability_the_server_does_not_know_gives_no_doubt() -> None:
+    told = [TokenChance(b'{"mood": "', 0.0), TokenChance(b"good", -9999.0), TokenChance(b'", "why": "so"}', 0.0)]
+    async with ScriptedServer(
+        lambda request: Say('{"mood": "good", "why": "so"}', tokens=told), models=["scripted"]
+    ) as server:
+        [result, _] = await run(server)
+    assert result.doubts == {"mood": None, "why": 0.0}

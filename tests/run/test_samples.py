@@ -372,3 +372,22 @@ async def test_a_tool_that_reads_may_be_called_by_each_sample() -> None:
 
     [result], _ = await run(script, tools=[look_up])
     assert (result.output, result.turns) == ({"mood": "good"}, 4)
+
+
+@virtual_clock
+async def test_a_row_with_samples_can_be_watched_and_cancelled() -> None:
+    backend = ScriptedBackend(lambda request: Say('{"mood": "good"}', latency=20))
+    async with BatchAgent.open(
+        task="{input}", inputs=["a", "b"], output_schema=MOODS, samples=3, backend=backend
+    ) as opened:
+        run: Any = opened
+        while len(backend.requests) < 4:
+            await asyncio.sleep(1)
+        assert run.live_row("0")["messages"][-1]["content"] == "a"
+        with pytest.raises(SpecError, match="samples, which cannot start again"):
+            run.retry_row("0")
+        run.cancel_row("0")
+        results = {result.job_id: result async for result in run.results()}
+    assert results["0"].error.type == "Cancelled"
+    assert results["1"].output == {"mood": "good"}
+    assert Counter(request.text for request in backend.requests if request.text in "ab") == {"a": 2, "b": 2}

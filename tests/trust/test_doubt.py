@@ -102,6 +102,8 @@ def test_escapes_and_split_characters_are_found_by_their_bytes() -> None:
     first, second = "ö".encode()[:1], "ö".encode()[1:]
     said = [token('{"city": "K'), token(first, 0.5), token(second), token("ln"), token('"}')]
     assert doubts('{"city": "Köln"}', *said, of=of) == {"city": 0.5}
+    said = [token('{"city": "'), token("", 0.5), token("Ö", 0.8), token('"}')]  # the character with its last token
+    assert doubts('{"city": "Ö"}', *said, of=of) == {"city": 0.6}
 
 
 def test_fields_inside_fields_and_lists_with_the_same_words_are_told_apart() -> None:

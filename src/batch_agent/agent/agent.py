@@ -562,6 +562,8 @@ UNREADABLE = (
 
 
 class Agent:
+    works = True  # unlike a row with samples, between two of them
+
     def __init__(self, job: Job, resources: Resources, trail: Trail, worker: InnerWorker | UserWorker) -> None:
         self.job = job
         self.error: JobError | None = None

@@ -13,11 +13,13 @@ from typing import Any, cast
 
 from pydantic import JsonValue
 
+from batch_agent.agent.agent import Agent
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import Interrupted, JobError, OutputError, WorkerFailed
 from batch_agent.files.results import from_json, plainly, to_json
 from batch_agent.foreign import describe, traceback_of
 from batch_agent.job import AgentError, AgentResult, Job
+from batch_agent.messages import JsonObject
 from batch_agent.record.keys import KEY_BYTES, asked_of
 from batch_agent.record.store import Identity
 from batch_agent.run.parts import Several
@@ -42,6 +44,7 @@ class Samples(Several):
         self._results: list[AgentResult[object] | None] = []  # of the samples that were asked; None: it works
         self._outcomes: list[Outcome] = []
         self._stopped = False
+        self._agents: dict[int, Agent] = {}  # those that work, by the numbers of their samples
 
     def next(self) -> int | None:
         """Count the next sample as asked, and return its number; None if no more is needed now."""
@@ -56,13 +59,31 @@ class Samples(Several):
         seed = self._voting.seed_of(number, asked_of(key))
         return replace(self.job, job_id=f"{self.job.job_id}#{number + 1}", seed=seed)
 
+    def begin(self, number: int, agent: Agent) -> None:
+        self._agents[number] = agent
+
+    def stop(self, error: JobError) -> None:
+        """End the row now with this error: its agents end, and no more samples are asked."""
+        self._stopped, self.error = True, AgentError.of(error)
+        for agent in self._agents.values():
+            agent.stop(error)
+
+    def conversation(self) -> JsonObject:
+        """Return the conversation of the first sample that is being asked."""
+        return self._agents[min(self._agents)].conversation()
+
     def end(self, number: int, result: AgentResult[object]) -> None:
         """Note the end of a sample. An interrupted one has no outcome, and no more samples are asked."""
+        del self._agents[number]
         plain = plainly(result, self._schema)
         self._results[number] = result if plain.ok else plain
         self._outcomes[number] = cast(JsonValue, from_json(to_json(plain.output))) if plain.ok else FAILED
         if result.error is not None and result.error.type == Interrupted.type:
-            self._stopped, self.error = True, result.error
+            self._stopped, self.error = True, self.error or result.error
+
+    @property
+    def works(self) -> bool:
+        return bool(self._agents)
 
     @property
     def is_done(self) -> bool:

@@ -488,28 +488,29 @@ class Worker:
 
     def cancel_row(self, row: str | int) -> None:
         """Cancel a running row. Raises SpecError if it is not running."""
-        self._agent(row).stop(Cancelled("this row was cancelled by the user"))
+        self._working(row).stop(Cancelled("this row was cancelled by the user"))
 
     def retry_row(self, row: str | int) -> None:
         """Start a running row again. Raises SpecError if it is not running."""
-        agent = self._agent(row)
+        agent = self._working(row)
+        if isinstance(agent, Samples):
+            raise SpecError(f"row {row} has samples, which cannot start again one by one; cancel it")
         agent.stop(Cancelled("this row was restarted by the user"))
         self._again.add(agent.job.index)
 
     def conversation(self, row: str | int) -> JsonObject:
         """Return the conversation of a running row. Raises SpecError if it is not running."""
-        return self._agent(row).conversation()
+        return self._working(row).conversation()
 
-    def _agent(self, row: str | int) -> Agent:
-        """Return the agent of a row, by its id or its index."""
+    def _working(self, row: str | int) -> Agent | Samples:
+        """Return what works on a row, by its id or its index."""
         name = str(row)
         agent = next((live for live in self.live.values() if live.job.job_id == name), None)
         if agent is None and name.isdecimal():
             agent = self.live.get(int(name))
-        if isinstance(agent, Several):
-            several = "samples" if isinstance(agent, Samples) else "parts"
-            raise SpecError(f"row {row} is processed in {several}, which cannot be controlled one by one")
-        if agent is None or agent.recorded is not None:
+        if isinstance(agent, Parts):
+            raise SpecError(f"row {row} is processed in parts, which cannot be controlled one by one")
+        if not isinstance(agent, Agent | Samples) or agent.recorded is not None or not agent.works:
             raise SpecError(
                 f"row {row} is not running: it has not begun, or it has its result; batch-agent retry-failed retries "
                 "failed rows after the run has ended"
@@ -671,6 +672,7 @@ class Worker:
                 trail = self._follow(held, leased[number], pasts[number], retries=retries)
             agent = Agent(row.job_of(number, own.key), self._r, trail, self._function)
             ticket = self._claim(agent, asks_first=self._asks_first and not trail.has_past)
+            row.begin(number, agent)
             row.tasks.append(agents.create_task(accompany(number, agent, ticket)))
             return ticket
 

@@ -145,6 +145,25 @@ class _Reader:
         return f"{above}.{own}" if above else str(own)
 
 
+def _whole(tokens: Sequence[TokenChance]) -> Sequence[TokenChance]:
+    """Return the tokens without those that are only a part of a character, if the server reports the character with the
+    last of them: that token then has their chances together."""
+    if all(token.text for token in tokens):
+        return tokens
+    whole: list[TokenChance] = []
+    parts: list[float | None] = []
+    for token in tokens:
+        if not token.text:
+            parts.append(token.logprob)
+            continue
+        if parts:
+            known = [each for each in (*parts, token.logprob) if each is not None]
+            token = TokenChance(token.text, sum(known) if len(known) > len(parts) else None)
+            parts = []
+        whole.append(token)
+    return whole
+
+
 @dataclass(frozen=True, slots=True)
 class _Tokens:
     """The tokens of an answer, and where each begins and ends in it. The first may begin before it."""
@@ -156,7 +175,7 @@ class _Tokens:
     def of(cls, answer: bytes, tokens: Sequence[TokenChance], *, reasoned: bool) -> _Tokens | None:
         """Return the tokens, or None if they are not those of the answer. The server may leave out spaces around the
         answer, and may report the token that ends it."""
-        wanted = answer.strip()
+        wanted, tokens = answer.strip(), _whole(tokens)
         for count in (len(tokens), len(tokens) - 1):
             said = b"".join([token.text for token in tokens[:count]]).rstrip()
             if wanted and (said.lstrip() == wanted or (reasoned and said.endswith(wanted))):

@@ -350,7 +350,8 @@ def _token(item: JsonValue) -> tuple[bytes, float | None]:
     if isinstance(data, list) and all(type(each) is int and 0 <= each < 256 for each in data):
         known = bytes(cast("list[int]", data)) or known
     is_number = isinstance(logprob, int | float) and not isinstance(logprob, bool) and math.isfinite(logprob)
-    return known, float(cast(float, logprob)) if is_number else None
+    is_told = is_number and cast(float, logprob) > NOT_TOLD
+    return known, float(cast(float, logprob)) if is_told else None
 
 
 def error_in(document: Mapping[str, JsonValue]) -> JsonValue:
@@ -444,6 +445,7 @@ def read_usage(value: JsonValue) -> Usage:
 logger = logging.getLogger("batch_agent")
 
 SCHEMA, LOGPROBS = "schema", "logprobs"  # the options that a server may refuse
+NOT_TOLD = -9999.0  # in place of a log-probability that a server does not know
 ALTERNATIVES = 5  # tokens reported at each place of an answer; some servers refuse more
 OTHER_WIRES = ("completions", "embeddings")  # that these servers have beside their conversations
 LISTING_SECONDS = 5.0  # to list the models for an error message
