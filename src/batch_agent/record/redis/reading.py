@@ -155,18 +155,17 @@ class RedisReader(RunReader):
 
     def recorded(self, fingerprint: str | None, *, forced: bool) -> Iterator[RecordedRow]:
         cursor = b"0"
-        since = int(self.command("HGET", self.store.key("run"), "since") or 0)
+        fed, latest, since = self.command("HMGET", self.store.key("run"), "fed", "sitting", "since")
         while True:
             cursor, found = self.command("HSCAN", self.store.key("rows"), cursor, "COUNT", PAGE)
             names = [name.decode() for name in found]
             marks = self.command("HMGET", self.store.key("contents"), *(f"={name}" for name in names)) if names else ()
             for name, mark, known in zip(names, marks, found.values(), strict=True):
                 session, index, state, *_ = known.split(b" ")
-                is_result = state != b"k" or int(session) >= since
+                is_result = (fed != b"1" or session == latest) and int(session) >= int(since or 0)
                 # An answer that was kept by force is one to another question.
                 key = b"" if mark is not None and not forced else bytes.fromhex(name.partition("-")[0])
-                if is_result:
-                    yield RecordedRow(name, key, None, STATES.get(state, 1), int(index))
+                yield RecordedRow(name, key, None, STATES.get(state, 1), int(index) if is_result else None)
             if cursor in (0, b"0"):
                 return
 
