@@ -57,6 +57,7 @@ NAVIGATION: dict[str, dict[str, str]] = {
     },
     "Run it": {
         "docs/durable": "Stop, resume, survive crashes",
+        "docs/changed": "I changed something",
         "docs/errors": "Understand errors",
         "docs/cost": "Limit the cost",
         "docs/capacity": "Tune concurrency",

@@ -389,8 +389,8 @@ class BatchSpec(BaseModel):
         NotSettable("give --keep-answers or --resend"),
     ] = Field(
         None,
-        description="What a resume does if the task, model, schema or tools changed and recorded answers would be "
-        'dropped. `"keep"`: rows keep their recorded answers; they are matched by their whole content. `"resend"`: the '
+        description="What a resume does if the task, model, schema, tools or rows changed and recorded answers of rows "
+        'that still exist would be dropped. `"keep"`: rows keep their recorded answers. `"resend"`: the changed '
         "rows are sent again. By default the resume is refused before anything is sent. The older name "
         '`force_resume=True` means `"keep"`.',
     )

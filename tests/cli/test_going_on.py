@@ -296,6 +296,17 @@ async def test_rows_with_other_ids_and_the_same_words_keep_their_answers(bench: 
     assert await bench.agrees() == bench.total
 
 
+@pytest.mark.parametrize("bench", [*SHAPES[:2], "processes"], indirect=True)
+async def test_a_model_that_is_changed_and_changed_back_is_paid_once(bench: Bench) -> None:
+    assert (await bench.begin()).code == 0
+    assert (await bench("resume", bench.run, "--model", "other", "--resend")).code == 0
+    sent = bench.server.received
+    for model in ("m", "other", "m"):
+        code, _, stderr = await bench("resume", bench.run, "--model", model)
+        assert (code, bench.server.received) == (0, sent), stderr
+        assert "kept 4, to send 0" in stderr or "is complete" in stderr
+
+
 @pytest.mark.parametrize("bench", SHAPES[:2], indirect=True)
 async def test_a_run_that_is_cancelled_by_control_ends_with_a_status_of_its_own(bench: Bench) -> None:
     bench.script = lambda r: Hang()

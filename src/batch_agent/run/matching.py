@@ -42,6 +42,8 @@ CREATE TABLE was (id INTEGER PRIMARY KEY, name UNIQUE, key BLOB, row BLOB, rank 
 CREATE TABLE line (id INTEGER PRIMARY KEY, idx INTEGER, row BLOB, ok INTEGER, name BLOB, own INTEGER, was INTEGER,
                    now INTEGER);
 CREATE TABLE pair (one INTEGER PRIMARY KEY, other INTEGER);
+CREATE INDEX pair_other ON pair (other);
+CREATE TABLE side (sought, nth INTEGER, one INTEGER, PRIMARY KEY (sought, nth)) WITHOUT ROWID;
 CREATE VIEW left_lines AS SELECT line.*, was.key AS key FROM line LEFT JOIN was ON was.id = line.was
     WHERE line.now IS NULL;
 CREATE VIEW own AS SELECT idx, substr(key, {KEY_BYTES + 1}) AS name FROM now
@@ -225,7 +227,13 @@ class Matching:
     def _pair(self, ones: str, others: str) -> None:
         """Fill the table of pairs: the nth of each value with the nth of it."""
         self._db.execute("DELETE FROM pair")
-        self._db.execute(f"INSERT INTO pair SELECT one, other FROM ({ones}) JOIN ({others}) USING (sought, nth)")
+        self._db.execute("DELETE FROM side")
+        self._db.execute(f"INSERT INTO side SELECT sought, nth, one FROM ({ones})")
+        # CROSS JOIN: the table with the index is the inner one.
+        self._db.execute(
+            f"INSERT INTO pair SELECT side.one, each.other FROM ({others}) AS each "
+            "CROSS JOIN side ON side.sought = each.sought AND side.nth = each.nth"
+        )
 
     # Recorded results that no row uses so far
 
