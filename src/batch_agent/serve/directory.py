@@ -89,7 +89,8 @@ class Presence:
     """Says whether a data directory is where it was when this was made."""
 
     def __init__(self, data: Path) -> None:
-        self._data, self._id = data, self._now()
+        self._data = data
+        self._id = self._now()
 
     def _now(self) -> object:
         found = orjson.loads((self._data / MARKER).read_bytes())

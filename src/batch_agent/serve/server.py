@@ -40,7 +40,7 @@ from batch_agent.serve.api import Api, refuse, send_files
 from batch_agent.serve.asking import Interactive
 from batch_agent.serve.batches import RUNS_PREFIX, ServedBatches, travelling_spec
 from batch_agent.serve.catalog import ConfiguredTenant, ServedBatch, Tenant, label_of
-from batch_agent.serve.directory import ERRORS, LOCK_FILE, OUTPUT, PART, claim
+from batch_agent.serve.directory import ERRORS, LOCK_FILE, OUTPUT, PART, Presence, claim
 from batch_agent.serve.governor import Governor
 from batch_agent.serve.models import ServedModels
 from batch_agent.serve.objects import batch_object, read_limit, shown_beside
@@ -88,6 +88,8 @@ class BatchService:
             if options.store and not models.url:
                 raise SpecError("with --store, workers open the models too: give URLs, and keys in their environment")
             undone.pop_all()
+        self.presence = Presence(options.data)
+        self.away = ""  # why the data directory cannot be used now
         self.room = True  # the disk has more than the reserve free
         self.stopping = False  # what is in flight ends, and nothing new begins
 
@@ -124,12 +126,14 @@ class BatchService:
                 dispatcher,
                 governor,
                 now=options.now,
-                blocked=self._blocked,
+                blocked=self.blocked,
                 stopped=self.upstreams.stopped,
                 travels=travels,
             )
             extent.callback(self.turnstile.close)
-            self.batches = ServedBatches(self.catalog, self.models, shared, self.turnstile, options, self.webhooks.wake)
+            self.batches = ServedBatches(
+                self.catalog, self.models, shared, self.turnstile, options, self.webhooks.wake, self.look_held_up
+            )
             self.interactive = Interactive(
                 self.models, dispatcher, self.turnstile, self.upstreams, options.outage_patience
             )
@@ -244,30 +248,66 @@ class BatchService:
             if request.path.startswith("/serve/"):
                 return await self.admin.handle(request)
             return await self.api.handle(request)
-        except StoreError as error:
+        except (RequestRefused, StoreError, OSError) as error:
+            if isinstance(error, ConnectionError) or getattr(error, "status", 404) not in (404, 507):
+                raise
+            if why := await in_thread(self.presence.away):
+                logger.warning("a request for %s failed: %s", request.path, error)
+                raise RequestRefused(503, f"{why}: try again", headers={"Retry-After": "5"}) from None
+            if not isinstance(error, StoreError):
+                raise
             logger.warning("a request for %s failed: %s", request.path, error)
-            raise RequestRefused(507 if not self._has_room() else 500, "the catalog cannot be written now") from None
+            status = 507 if await in_thread(self.look_held_up) else 500
+            raise RequestRefused(status, "the catalog cannot be written now") from None
 
     # What is due from time to time
 
     def _has_room(self) -> bool:
         return shutil.disk_usage(self.options.data).free >= self.options.reserve
 
-    def _blocked(self) -> str:
+    def look_held_up(self) -> str:
+        """Return why nothing can be written now, or "". Blocks."""
+        try:
+            return self.presence.away() or ("" if self._has_room() else "the disk is almost full")
+        except OSError as error:
+            return f"the data directory {self.options.data} cannot be read: {error.strerror}"
+
+    def blocked(self) -> str:
+        """Return why no line may start, or ""."""
+        if self.away:
+            return f"{self.away}: no new line starts until it is there again"
         return "" if self.room else "the disk is almost full: no new line starts"
 
     async def _look_after(self) -> None:
         swept = -SWEEP_SECONDS
         while True:
             await asyncio.sleep(BOOKS_SECONDS)
-            self.room = self._has_room()
             try:
+                await self._look_at_data()
+                if self.away:
+                    continue
                 await self._keep_books()
                 if time.monotonic() - swept >= SWEEP_SECONDS:
                     swept = time.monotonic()
                     await self._sweep()
             except (StoreError, OSError) as error:
                 logger.warning("%s", error)
+
+    async def _look_at_data(self) -> None:
+        """Notice that the data directory is away or there again, and whether the disk has room."""
+        away = await in_thread(self.presence.away)
+        if away and not self.away:
+            logger.warning("%s: the server waits until it is there again", away)
+        elif self.away and not away:
+            try:
+                await in_thread(self.catalog.reopen)
+            except SpecError as error:
+                away = str(error)
+            else:
+                logger.warning("the data directory %s is there again: the server continues", self.options.data)
+        self.away = away
+        if not away:
+            self.room = await in_thread(self._has_room)
 
     async def _keep_books(self) -> None:
         """Write what tenants have used, and read their terms, which may have changed."""
@@ -392,7 +432,10 @@ class Admin:
             "uptime_seconds": round(monotonic() - self._began),
             "batches": len(unfinished),
             "lines_left": left,
-            "waiting_because": turnstile.why or (left and self._service.upstreams.why()) or None,
+            "waiting_because": turnstile.why
+            or (left and self._service.upstreams.why())
+            or self._service.blocked()
+            or None,
             "latency_target": governor.target,
             "latency_ratio": round(governor.ratio, 3),
             "target_given_up": governor.reason or None,
