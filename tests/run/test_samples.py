@@ -13,7 +13,7 @@ import pytest
 from pydantic import BaseModel, model_validator
 from tests.run.process_work import WarmCrew
 
-from batch_agent import AgentResult, BatchAgent, Tool
+from batch_agent import AgentResult, BatchAgent, Pipeline, Tool
 from batch_agent.agent.dryrun import DryRun
 from batch_agent.errors import SpecError
 from batch_agent.testing import (
@@ -391,3 +391,17 @@ async def test_a_row_with_samples_can_be_watched_and_cancelled() -> None:
     assert results["0"].error.type == "Cancelled"
     assert results["1"].output == {"mood": "good"}
     assert Counter(request.text for request in backend.requests if request.text in "ab") == {"a": 2, "b": 2}
+
+
+@virtual_clock
+async def test_the_reduction_of_a_pipeline_is_asked_once_unless_it_wants_samples_itself() -> None:
+    def script(request: Request) -> Say:
+        return Say("all is well") if "Sum up" in request.text else Say('{"mood": "good"}')
+
+    for own, reductions in ({}, 1), ({"samples": 3}, 2):
+        backend = ScriptedBackend(script)
+        stages = Pipeline(["a", "b"]).map(name="moods", task="{input}", output_schema=MOODS).reduce("Sum up", **own)
+        outcome: Any = await stages.run(backend=backend, samples=3, vote={"mood": "majority"} if not own else None)
+        assert outcome.outputs == ["all is well"]
+        texts = Counter("Sum up" in request.text for request in backend.requests)
+        assert texts == {False: 4, True: reductions}

@@ -76,6 +76,8 @@ from batch_agent.trust.score import Score
 
 Inputs = Iterable[Any] | AsyncIterable[Any]
 NO_PILOT: Mapping[str, Any] = {"pilot": None, "pilot_key": None, "pilot_only": False}
+# Options of the whole that a reduction does not take over: its answer has other fields than those of the rows.
+ONCE: Mapping[str, Any] = {"samples": 1, "vote": None, "doubt": False}
 RUN_DIR = ("run_dir", "checkpoint_dir")
 
 BREATHER = 128  # inputs read before the event loop may run other tasks
@@ -384,7 +386,7 @@ class Flow:
         match stage:
             case Reduce():
                 rows: RowChannel[object] = RowChannel()
-                prepared = self._prepare(stage.name, {**stage.options, "task": "{prompt}", "inputs": rows})
+                prepared = self._prepare(stage.name, {**ONCE, **stage.options, "task": "{prompt}", "inputs": rows})
                 node = ReduceNode(stage.name, stage.prompt, stage.tree, prepared, rows, out)
                 self.nodes.append(node)
                 return node
