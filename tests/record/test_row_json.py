@@ -142,6 +142,22 @@ def test_a_plain_schema_is_read_without_the_text_of_the_model(kind: object) -> N
     assert schema is not None and schema.reads_back
 
 
+def test_votes_samples_and_doubts_come_back_and_the_samples_as_instances_of_the_schema() -> None:
+    schema = OutputSchema.of(Point)
+    votes = {"x": {"counts": {"1": 2}, "against": 0}}
+    sampled: Any = Success(3, "a", None, True, Point(x=1, y=2))
+    sampled.votes, sampled.samples, sampled.doubts = (
+        votes,
+        (Point(x=1, y=2), None, Point(x=1, y=3)),
+        {"x": 0.5, "y": None},
+    )
+    data = encode_result(sampled, schema, worker=1, messages=False)
+    result, _ = decode_result(data, 3, schema, resumed=True)
+    assert (result.votes, result.samples, result.doubts) == (votes, sampled.samples, sampled.doubts)
+    assert result.doubt == 0.5
+    assert json.loads(line_of(data))["doubt"] == 0.5
+
+
 def test_a_row_that_its_schema_would_change_on_the_way_is_refused() -> None:
     assert decode_row(encode_row(Renamed(Rating=5)), OutputSchema.of(Renamed))[0] == Renamed(Rating=5)
     with pytest.raises(InputError, match="another value"):
