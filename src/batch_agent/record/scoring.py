@@ -30,7 +30,7 @@ from batch_agent.messages import JsonObject
 from batch_agent.record.looks import LEDGER, looks_before, looks_of
 from batch_agent.record.private import private
 from batch_agent.trust.examples import ExampleRows
-from batch_agent.trust.gold import Gold, named_problems
+from batch_agent.trust.gold import Gold, GoldField, named_problems
 from batch_agent.trust.order import SEALED_KEY, KeyedOrder
 from batch_agent.trust.score import Score
 from batch_agent.trust.table import GoldTable, PilotSample, Scoring
@@ -184,20 +184,35 @@ def keep_looks(score: Score, directory: Path) -> None:
                 file.write(more)
 
 
-def with_gold(record: Record, taken: TakenGold) -> Record:
-    """Return a record with ``gold``, by field if several have it, and ``right``. Sealed gold stays unseen."""
+def gold_of_row(
+    record: Record, taken: TakenGold
+) -> tuple[Mapping[str, JsonValue], Mapping[str, GoldField], dict[str, bool]] | None:
+    """Return the gold of a recorded row by field, the fields, and which of them are right. None if it has no gold, or
+    if its gold is sealed."""
     index, name = record.get("index"), str(record.get("job_id"))
     place = taken.table.place(index if isinstance(index, int) else -1, name)
     if place is None:
-        return record
+        return None
     row, options = taken.table.row(place), taken.options
     if options.sealed and KeyedOrder(SEALED_KEY).in_first_half(row.name):
-        return record
+        return None
     fields = taken.gold.with_rules(options.tolerance, options.judges).fields
     output, ok = cast(JsonValue, record.get("output")), bool(record.get("ok"))
-    is_right = ok and all(fields[each].right(fields[each].take(output), value) for each, value in row.values.items())
-    shown = row.values if len(fields) > 1 else next(iter(row.values.values()))
-    return {**record, "gold": shown, "right": is_right}
+    rights = {each: ok and fields[each].right(fields[each].take(output), value) for each, value in row.values.items()}
+    return row.values, fields, rights
+
+
+def with_gold(record: Record, taken: TakenGold) -> Record:
+    """Return a record with ``gold``, by field if several have it, and ``right``. Sealed gold stays unseen."""
+    found = gold_of_row(record, taken)
+    if found is None:
+        return record
+    values, fields, rights = found
+    return {
+        **record,
+        "gold": values if len(fields) > 1 else next(iter(values.values())),
+        "right": all(rights.values()),
+    }
 
 
 def output_line(line: bytes) -> object:

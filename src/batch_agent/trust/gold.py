@@ -127,6 +127,10 @@ class GoldField:
             return normalised(answer) == normalised(gold)
         return same_json(answer, gold)
 
+    def label(self, value: JsonValue) -> str:
+        """Return the name of the class of a value."""
+        return normalised(value) if self.kind == "text" and isinstance(value, str) else class_name(value)
+
     def take(self, output: JsonValue) -> JsonValue:
         """Return this field of an answer; None if it is not there."""
         if self.name == OUTPUT and not (isinstance(output, dict) and OUTPUT in output):

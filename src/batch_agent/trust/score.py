@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 from pydantic import JsonValue
 
 from batch_agent.messages import JsonObject
-from batch_agent.trust.gold import ALL, Gold, GoldField, class_name, normalised
+from batch_agent.trust.gold import ALL, Gold, GoldField, class_name
 from batch_agent.trust.intervals import FEWEST_GROUPS, Interval, Median, Share, f1_of, grouped, median, share
 
 MOST_CLASSES = 50  # different gold values up to which texts and integers are classes
@@ -313,9 +313,7 @@ class _Tally:
 
     def _class(self, value: JsonValue) -> str:
         assert self.field is not None
-        if isinstance(value, str) and self.field.kind == "text":
-            return normalised(value)
-        return class_name(value)
+        return self.field.label(value)
 
     def _error(self, gold: JsonValue, answer: JsonValue) -> float:
         if not _is_number(gold) or not _is_number(answer):

@@ -28,13 +28,20 @@ from batch_agent.record.reader import RunReader, RunSnapshot, parsed
 from batch_agent.record.rundir import stage_names
 from batch_agent.record.timeline import Line
 from batch_agent.view.conversation import conversation, failed_attempts
+from batch_agent.view.gold import RunMarks
 
 # Filters of rows: a state, a type of error, and the text of the search box. Words are searched in a row's id, input,
 # output and error. All of them must match; case is ignored. `"two words"` is searched as a phrase. `name:value`
 # matches a field of the input or the output. `turns:>3`, `seconds:<10`, `cost:>0.01` and `attempts:>1` compare
 # numbers.
 
-STATES = {"ok": "ok = 1", "failed": "ok = 0", "repaired": "repaired = 1", "retried": "attempts > 1"}
+STATES = {
+    "ok": "ok = 1",
+    "failed": "ok = 0",
+    "repaired": "repaired = 1",
+    "retried": "attempts > 1",
+    "wrong": "idx IN (SELECT idx FROM mark WHERE NOT is_right)",
+}
 COMPARED = {
     "turns": "turns",
     "seconds": "seconds",
@@ -52,6 +59,7 @@ class Query:
     state: str = ""
     error: str = ""
     text: str = ""
+    cell: str = ""  # of a confusion matrix: field, gold and answer as a JSON list
 
     @property
     def searches(self) -> bool:
@@ -66,6 +74,13 @@ class Query:
         if self.error:
             terms.append("ok = 0 AND error = ?")
             values.append(self.error)
+        if self.cell:
+            terms.append("idx IN (SELECT idx FROM mark WHERE field = ? AND gold = ? AND (answer = ? OR ? = ?))")
+            try:
+                field, gold, answer = map(str, orjson.loads(self.cell))
+            except (ValueError, TypeError):
+                field = gold = answer = ""
+            values += [field, gold, answer, answer, ""]
         for column, sign, number in self._parts[2]:
             terms.append(f"{column} {sign} ?")
             values.append(number)
@@ -146,6 +161,8 @@ SCHEMA = f"""
 CREATE TABLE row (idx INTEGER PRIMARY KEY, {", ".join(COLUMNS[1:])});
 CREATE INDEX row_failed ON row (error) WHERE ok = 0;
 CREATE INDEX row_job ON row (job_id);
+CREATE TABLE mark (idx, field, gold, answer, is_right, PRIMARY KEY (idx, field)) WITHOUT ROWID;
+CREATE INDEX mark_cell ON mark (field, gold, answer);
 """
 INSERT = f"INSERT OR REPLACE INTO row VALUES ({', '.join('?' * len(COLUMNS))})"
 SORTS = {
@@ -166,8 +183,8 @@ UNUSUAL = 3.0  # standard deviations from the mean
 
 
 class RowIndex:
-    def __init__(self, run: RunReader) -> None:
-        self._run = run
+    def __init__(self, run: RunReader, marks: RunMarks | None = None) -> None:
+        self._run, self._marks = run, marks
         self._folder = tempfile.TemporaryDirectory(prefix="batch-agent-view-", ignore_cleanup_errors=True)
         self.file = Path(self._folder.name) / "rows.db"
         self._db = sqlite3.connect(self.file, isolation_level=None, check_same_thread=False)
@@ -193,6 +210,7 @@ class RowIndex:
             self._lines.close()
             self._lines = self._run.lines()
             self._db.execute("DELETE FROM row")
+            self._db.execute("DELETE FROM mark")
             self.version += 1
         records = self._lines.block()
         if not records:
@@ -203,6 +221,9 @@ class RowIndex:
             self._db.executemany(INSERT, rows)
         except (sqlite3.Error, OverflowError):  # a number that our runs do not write
             self._db.executemany(INSERT, map(_storable, rows))
+        if self._marks is not None:
+            marks = [mark for _, record in records for mark in self._marks.of(record)]
+            self._db.executemany("INSERT OR REPLACE INTO mark VALUES (?, ?, ?, ?, ?)", marks)
         self._db.execute("COMMIT")
         self.version += 1
         return True
@@ -284,8 +305,14 @@ class RowIndex:
         return {
             "total": total,
             "offset": offset,
-            "rows": [_in_short(dict(zip(COLUMNS, row, strict=True)), record or {}) for row, record in records],
+            "rows": [
+                {**_in_short(dict(zip(COLUMNS, row, strict=True)), record or {}), **self._marked(record)}
+                for row, record in records
+            ],
         }
+
+    def _marked(self, record: Record | None) -> JsonObject:
+        return {} if self._marks is None or record is None else self._marks.shown(record)
 
     def records(self, query: Query, sort: str = "index", descending: bool = False) -> Iterator[Record]:
         """Yield all records that match the query."""
@@ -466,8 +493,12 @@ class RunRecord:
         self._stages: dict[str, RunRecord] = {}  # the stages of a pipeline that have begun
 
     @cached_property
+    def marks(self) -> RunMarks:
+        return RunMarks(self.run)
+
+    @cached_property
     def index(self) -> RowIndex:
-        return RowIndex(self.run)
+        return RowIndex(self.run, self.marks)
 
     def index_more(self) -> bool:
         """Take in the next rows; True while there is more to read. Makes the index in the thread that calls it."""
@@ -534,6 +565,8 @@ class RunRecord:
             "summary": view.summary,
             "index": self.progress(),
             **self.numbers(),
+            "score": self.marks.score(again=True),
+            "answers": self.marks.stage if not self.marks.answers_here else "",
             "samples": [*timeline.samples[:-1:step], *timeline.samples[-1:]],
             "changes": [*timeline.changes[-200:]],
         }
@@ -564,6 +597,7 @@ class RunRecord:
         before, after = self.index.neighbours(cast(int, record["index"]))
         return {
             "record": cast(JsonValue, record),
+            **self.marks.shown(record),
             "recorded": past is not None,
             "conversation": [*conversation(record, past, self.asked(), spans)],
             "failed_attempts": [*failed_attempts(spans)],

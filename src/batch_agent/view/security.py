@@ -71,7 +71,7 @@ def add_headers(response: web.StreamResponse) -> web.StreamResponse:
 STATIC = Path(__file__).parent / "static"
 TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html"}
 # In the order of their imports.
-SCRIPTS = ("dom", "source", "charts", "overview", "rows", "row", "timeline", "compare", "control", "main")
+SCRIPTS = ("dom", "source", "charts", "score", "overview", "rows", "row", "timeline", "compare", "control", "main")
 IMPORT = re.compile(r"^import .*?;\n", re.MULTILINE | re.DOTALL)
 EXPORT = re.compile(r"^export ", re.MULTILINE)
 EXPORTED = re.compile(r"^export (?:async )?(?:function|const) (\w+)", re.MULTILINE)

@@ -184,7 +184,7 @@ class ViewServer:
 
 
 def _query(asked: Mapping[str, str]) -> Query:
-    return Query(asked.get("state", ""), asked.get("error", ""), asked.get("q", ""))
+    return Query(asked.get("state", ""), asked.get("error", ""), asked.get("q", ""), asked.get("cell", ""))
 
 
 def _sorting(asked: Mapping[str, str]) -> tuple[str, bool]:

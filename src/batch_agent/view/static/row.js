@@ -2,6 +2,7 @@
 import { h, fill, panel, text, number, seconds, dollars, short, share, clock, value, link, address, table, doubted } from "./dom.js";
 import { get, listen, steer, isReport } from "./source.js";
 import { bar } from "./charts.js";
+import { golds } from "./score.js";
 
 const LONG = 6000; // characters of a long text that are shown at first
 
@@ -13,7 +14,7 @@ export async function row({ key, detail, page, go, onNews }) {
     const record = data.record;
     fill(page, heading(record, data, key), h("div", { class: "columns row" },
       h("div", { class: "talk" }, data.conversation.map(message), ending(record)),
-      h("aside", null, facts(record, data), attempts(data.failed_attempts), given(record), output(record), trust(record), again(record, data.command), rawJson(record, raw))));
+      h("aside", null, facts(record, data), attempts(data.failed_attempts), given(record), output(record), golds(data), trust(record), again(record, data.command), rawJson(record, raw))));
     keys.j = () => data.after !== null && go("row", String(data.after));
     keys.k = () => data.before !== null && go("row", String(data.before));
   };

@@ -3,8 +3,8 @@ import { h, fill, panel, text, number, seconds, dollars, short, address, link, s
 import { get, exported, isReport } from "./source.js";
 
 const PAGE = 100;
-const STATES = [["", "All"], ["ok", "ok"], ["failed", "failed"], ["repaired", "repaired"], ["retried", "retried"]];
-const COLUMNS = [["index", "#", "r"], ["id", "id", ""], ["state", "state", ""], ["turns", "turns", "r"], ["attempts", "tries", "r"], ["seconds", "time", "r"], ["tokens", "tokens", "r"], ["cost", "cost", "r"], ["doubt", "doubt", "r"]];
+const STATES = [["", "All"], ["ok", "ok"], ["failed", "failed"], ["repaired", "repaired"], ["retried", "retried"]], WRONG = ["wrong", "wrong"];
+const COLUMNS = [["index", "#", "r"], ["id", "id", ""], ["state", "state", ""], ["turns", "turns", "r"], ["attempts", "tries", "r"], ["seconds", "time", "r"], ["tokens", "tokens", "r"], ["cost", "cost", "r"], ["doubt", "doubt", "r"], ["right", "right", ""]];
 
 export async function rows({ key, page, go, onNews }) {
   if (await stages(key, page)) return {};
@@ -15,7 +15,7 @@ export async function rows({ key, page, go, onNews }) {
   const search = h("input", { type: "search", placeholder: "search input and output; field:value, seconds:>10, doubt:>0.3", value: asked.q, "aria-label": "search", spellcheck: "false" });
   const body = h("div"), count = h("span", { class: "quiet" }), paging = h("span", { class: "paging" });
   const states = h("div", { class: "choice" }), failures = h("select", { "aria-label": "type of error" });
-  const files = h("span", { class: "quiet files" });
+  const files = h("span", { class: "quiet files" }), ofCell = h("span");
   const chosen = h("details", { class: "menu" });
   const hidden = new Set(remembered(key));
   let data = null, loading = 0;
@@ -37,7 +37,9 @@ export async function rows({ key, page, go, onNews }) {
   };
 
   const draw = () => {
-    fill(states, STATES.map(([name, title]) => h("button", { class: asked.state === name ? "on" : null, onclick: () => load({ state: name, error: name === "failed" ? asked.error : "", offset: 0 }) }, title)));
+    const scored = data.rows.some((row) => row.right) || asked.state === "wrong" || asked.cell;
+    fill(ofCell, asked.cell ? h("button", { class: "plain", title: "show all rows", onclick: () => load({ cell: "", offset: 0 }) }, cellWords(asked.cell), " ✕") : null);
+    fill(states, [...STATES, ...(scored ? [WRONG] : [])].map(([name, title]) => h("button", { class: asked.state === name ? "on" : null, onclick: () => load({ state: name, error: name === "failed" ? asked.error : "", offset: 0 }) }, title)));
     const last = Math.min(asked.offset + PAGE, data.total);
     fill(count, data.total ? `${number(asked.offset + 1)}–${number(last)} of ${number(data.total)}` : "no rows", data.index.complete ? null : `, indexing ${Math.round(data.index.share * 100)} %`);
     const turn = (by, title, word) => h("button", { class: "plain", title, disabled: asked.offset + by < 0 || asked.offset + by >= data.total, onclick: () => load({ offset: asked.offset + by }) }, word);
@@ -55,11 +57,11 @@ export async function rows({ key, page, go, onNews }) {
     } }), h("i", null, part), " ", text(name || "(text)")))));
     const heading = ([name, title, kind]) => h("th", { class: `${kind} sorts`, "aria-sort": asked.sort === name ? (asked.dir === "desc" ? "descending" : "ascending") : null, onclick: () => load({ sort: name, dir: asked.sort === name ? (asked.dir === "desc" ? "asc" : "desc") : name === "index" || name === "id" ? "asc" : "desc", offset: 0 }) }, title, asked.sort === name ? (asked.dir === "desc" ? " ↓" : " ↑") : "");
     const costs = data.rows.some((row) => row.cost !== null), ids = data.rows.some((row) => row.job_id !== String(row.index));
-    const own = COLUMNS.filter(([name]) => (name !== "cost" || costs) && (name !== "id" || ids) && (name !== "doubt" || data.rows.some((row) => row.doubt !== null)) && (name !== "attempts" || data.rows.some((row) => row.attempts > 1)));
+    const own = COLUMNS.filter(([name]) => (name !== "cost" || costs) && (name !== "id" || ids) && (name !== "doubt" || data.rows.some((row) => row.doubt !== null)) && (name !== "right" || scored) && (name !== "attempts" || data.rows.some((row) => row.attempts > 1)));
     const lines = data.rows.map((row) => h("tr", { class: "opens", onclick: (event) => event.target.tagName !== "A" && go("row", String(row.index)) },
       own.map(([name]) => cell(name, row, key)), shown.map(([part, name], place) => field(row, part, name, !place || shown[place - 1][0] !== part))));
     fill(body, h("div", { class: "scroll" }, h("table", { class: "rows" },
-      h("thead", null, h("tr", null, own.map(heading), shown.map(([part, name]) => h("th", { class: `${part} clip`, title: name }, text(name || part))))),
+      h("thead", null, h("tr", null, own.map((each) => (each[0] === "right" ? h("th", null, each[1]) : heading(each))), shown.map(([part, name]) => h("th", { class: `${part} clip`, title: name }, text(name || part))))),
       h("tbody", null, lines))));
     Object.assign(keys, selectable(lines, (_, place) => go("row", String(data.rows[place].index))));
   };
@@ -68,7 +70,7 @@ export async function rows({ key, page, go, onNews }) {
   search.addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(() => load({ q: search.value, offset: 0 }), 250); });
   search.addEventListener("keydown", (event) => event.key === "Enter" && search.blur());
   failures.addEventListener("change", () => load({ error: failures.value, state: failures.value ? "failed" : asked.state, offset: 0 }));
-  fill(page, h("div", { class: "line filters" }, states, failures, search, chosen, h("span", { class: "grow" }), files, count, paging), body);
+  fill(page, h("div", { class: "line filters" }, states, failures, ofCell, search, chosen, h("span", { class: "grow" }), files, count, paging), body);
   await load({});
   get("run", { run: key }).then(({ failures: list }) => {
     failures.hidden = !list.length;
@@ -116,9 +118,18 @@ function cell(name, row, key) {
     case "seconds": return h("td", { class: "r" }, seconds(row.seconds));
     case "tokens": return h("td", { class: "r" }, short(row.prompt + row.completion));
     case "cost": return h("td", { class: "r" }, dollars(row.cost));
+    case "right": return h("td", null, row.right ? Object.entries(row.right).map(([each, good]) => h("span", { class: good ? "good" : "bad", title: `${each}: gold ${JSON.stringify(row.gold[each])}` }, good ? "✓" : "✗")) : "");
     case "doubt": return h("td", { class: "r" }, doubted(row.doubt));
     default: return h("td", { class: "r" }, number(row[name]));
   }
+}
+
+// The cell of a confusion matrix, as words.
+function cellWords(cell) {
+  try {
+    const [name, gold, answer] = JSON.parse(cell);
+    return text(`${name}: gold ${gold}${answer ? `, answer ${answer}` : ""}`, 80);
+  } catch { return text(cell, 80); }
 }
 
 function remembered(key) {

@@ -64,11 +64,20 @@ function reported(what, asked) {
   throw new Error("a report does not have this data");
 }
 
-const STATES = { ok: (row) => row.ok, failed: (row) => !row.ok, repaired: (row) => row.repaired, retried: (row) => row.attempts > 1 };
-const SORTS = { index: "index", id: "job_id", state: "ok", turns: "turns", attempts: "attempts", seconds: "seconds", cost: "cost" };
+const STATES = { ok: (row) => row.ok, failed: (row) => !row.ok, repaired: (row) => row.repaired, retried: (row) => row.attempts > 1, wrong: (row) => row.right && Object.values(row.right).includes(false) };
+const SORTS = { index: "index", id: "job_id", state: "ok", turns: "turns", attempts: "attempts", seconds: "seconds", cost: "cost", doubt: "doubt" };
 
-function reportedRows(own, { offset = 0, limit = 50, sort = "index", dir, state, error, q }) {
+// Whether a row is in a cell of a confusion matrix.
+function inCell(cell) {
+  const [name, gold, answer] = JSON.parse(cell), same = (value, label) => plain(value) === plain(label);
+  const plain = (value) => (typeof value === "string" ? value : JSON.stringify(value)).normalize("NFKC").toLowerCase().split(/\s+/).filter(Boolean).join(" ");
+  const field = (output) => (output !== null && typeof output === "object" && name in output ? output[name] : name.split(".").reduce((at, step) => (at !== null && typeof at === "object" ? at[step] : at), output)) ?? null;
+  return (row) => row.gold && name in row.gold && same(row.gold[name], gold) && (!answer || (row.ok ? same(field(row.output), answer) : answer === "(failed)"));
+}
+
+function reportedRows(own, { offset = 0, limit = 50, sort = "index", dir, state, error, q, cell }) {
   let rows = own.rows;
+  if (cell) rows = rows.filter(inCell(cell));
   if (STATES[state]) rows = rows.filter(STATES[state]);
   if (error) rows = rows.filter((row) => row.error === error);
   for (const word of (q || "").toLowerCase().split(/\s+/).filter(Boolean)) {
