@@ -54,6 +54,8 @@ def _of_workers(options: Mapping[str, object]) -> Iterator[str]:
         yield "worker and runtime both work on rows: give one of them"
     if isinstance(task, str) and not task.strip() and (worker is None or task):
         yield "task is empty: it is the message each agent gets"
+    if options["examples"] is not None and (worker is not None or works):
+        yield "examples are for the tool loop: a worker writes its own prompts"
     if worker is not None and options["oversized"] != "fail":
         yield f"oversized={options['oversized']!r} is for the tool loop: a worker reads its rows itself"
 

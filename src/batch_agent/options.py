@@ -95,6 +95,7 @@ class Options(TypedDict, total=False):
     groups: str | None
     require: str | Sequence[str]
     pilot: int | None
+    examples: str | Path | Sequence[tuple[Any, Any]] | None
     pilot_key: str | None
     pilot_only: bool
     sinks: Sequence[Sink]

@@ -162,7 +162,8 @@ class Results(list[AgentResult[T]]):
         rows = ((result.index, result.job_id, row_fields(result.input)) for result in self)
         typed = schema is not None or all(isinstance(output, str) for output in self.outputs)
         taken = known.measure(given, rows, schema, typed=typed)
-        scoring = Scoring(taken.gold, taken.table, taken.options, keeps_wrong=wrong, open_sealed=open_sealed)
+        how = {"keeps_wrong": wrong, "open_sealed": open_sealed}
+        scoring = Scoring(taken.gold, taken.table, taken.options, left_out=taken.left_out, **how)
         for result in self:
             add_result(scoring, result, schema)
         total = len(self) if known.population is None else known.population

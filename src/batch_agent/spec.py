@@ -163,6 +163,19 @@ class BatchSpec(BaseModel):
         description="Tell for each field how much the model doubts its answer, from the log-probabilities of its "
         "tokens or from votes: a rank, no probability ([trust.md](trust.md)).",
     )
+    examples: Annotated[
+        Word | Path | Sequence[Any] | None,
+        Allowed("a file, a list of pairs of row and answer, or None"),
+        Scope.STAGE,
+        Compared.HASH,
+        Unset("none"),
+        Flag("FILE", "rows with their right answers, which every agent sees", group=FlagGroup.QUESTION),
+    ] = Field(
+        None,
+        description="Rows with their right answers, in the prompt of all agents: pairs such as "
+        '`[({"text": "Fine"}, {"mood": "good"})]`, or a file whose columns are fields of rows and answers. Rows with '
+        "the same content leave the score ([trust.md](trust.md)).",
+    )
     worker: Annotated[
         Callable[..., Any] | None,
         Allowed("a function of a row and a context, or None"),

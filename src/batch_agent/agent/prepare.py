@@ -30,6 +30,7 @@ from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.row_channel import RowChannel
 from batch_agent.documents.content import read_document
 from batch_agent.errors import BackendError, InputError, RunRejected, RunUnreachable, SpecError, Timeout
+from batch_agent.files.examples import Examples, examples_of
 from batch_agent.files.gold import TakenGold, take_gold
 from batch_agent.files.inputs import refuse_uncountable
 from batch_agent.files.pictures import read_image
@@ -87,6 +88,7 @@ class Prepared:
     voting: Voting | None = None  # set if each row has several samples
     doubted: tuple[GoldField, ...] | None = None  # the fields whose doubts are wanted
     carry: tuple[str, ...] = ()  # fields of its rows that the rows of later stages have too
+    examples: Examples | None = None  # in the system prompt
     gold: TakenGold | None = None  # the right answers of some rows, which are not in the inputs
 
     @property
@@ -162,7 +164,8 @@ def prepare(spec: BatchSpec, *, sends: bool = True, confined: bool = False) -> P
     asked_for = None if spec.worker is not None else schema  # a user's worker sends its own schemas
     shapes = build_shapes(spec, model or "", specs, asked_for, backend.capabilities)
     shapes = _checked(spec, backend, shapes)
-    spec, taken = _without_gold(spec, schema)
+    spec, examples = _with_examples(spec, schema)
+    spec, taken = _without_gold(spec, schema, examples)
     look = _look(spec, backend, confined=confined)
     plan = compile_plan(
         spec,
@@ -171,6 +174,7 @@ def prepare(spec: BatchSpec, *, sends: bool = True, confined: bool = False) -> P
         tools=specs,
         look=look,
         read=_reader(spec, backend, look, confined=confined),
+        examples="" if examples is None else examples.text,
     )
     inflight = spec.max_inflight if spec.given("max_inflight") else backend.capabilities.default_inflight
     sought = inflight is None and not spec.given("max_inflight")
@@ -190,6 +194,7 @@ def prepare(spec: BatchSpec, *, sends: bool = True, confined: bool = False) -> P
         *(spec, answering, model, tools, schema, shapes, plan, inflight, sought, agents, prices, summaries, known),
         where=where,
         voting=None if spec.samples == 1 else _voting(spec, tools, schema, backend, shapes),
+        examples=examples,
         gold=taken,
         doubted=_doubted(spec, schema, backend) if spec.doubt else None,
     )
@@ -202,12 +207,23 @@ def _doubted(spec: BatchSpec, schema: OutputSchema[object] | None, backend: Back
     return tuple(leaves(None if schema is None else schema.json_schema))
 
 
-def _without_gold(spec: BatchSpec, schema: OutputSchema[object] | None) -> tuple[BatchSpec, TakenGold | None]:
+def _with_examples(spec: BatchSpec, schema: OutputSchema[object] | None) -> tuple[BatchSpec, Examples | None]:
+    """Return the spec with its examples as pairs, which workers in other processes get, and the examples."""
+    if spec.examples is None:
+        return spec, None
+    examples = examples_of(spec.examples, spec.task, spec.template, schema)
+    return spec.model_copy(update={"examples": [[*pair] for pair in examples.pairs]}), examples
+
+
+def _without_gold(
+    spec: BatchSpec, schema: OutputSchema[object] | None, examples: Examples | None
+) -> tuple[BatchSpec, TakenGold | None]:
     """Return the spec with inputs without their gold, and the gold."""
     if spec.gold is None:
         return spec, None
     typed = schema is not None or spec.worker is None
     taken = take_gold(spec.gold, spec.inputs, schema, dict(spec), known=typed)
+    taken = replace(taken, examples=None if examples is None else examples.rows)
     return spec.model_copy(update={"inputs": taken.inputs}), taken
 
 

@@ -278,10 +278,12 @@ def compile_plan(
     tools: Sequence[ToolSpec] = (),
     look: Look = lambda image: image,
     read: Read = _unread,
+    examples: str = "",
 ) -> Plan:
-    """Compile the spec. ``inject_schema``: the prompt has the schema; ``look`` and ``read`` read files."""
+    """Compile the spec. ``inject_schema``: the prompt has the schema; ``look`` and ``read`` read files. ``examples`` go
+    to the end of the system prompt."""
     inputs = _checked_inputs(spec.inputs)
-    system = _system_text(spec, schema if inject_schema else None)
+    system = _join(_system_text(spec, schema if inject_schema else None), examples)
     for name, text in (("system_prompt", spec.system_prompt), ("task", spec.task)):
         try:
             text.encode()

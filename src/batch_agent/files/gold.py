@@ -27,6 +27,7 @@ from batch_agent.files.rows import Row
 from batch_agent.foreign import describe
 from batch_agent.job import UnreadableRow
 from batch_agent.messages import JsonObject
+from batch_agent.trust.examples import ExampleRows
 from batch_agent.trust.gold import Gold, GoldField, gold_of, named_problems
 from batch_agent.trust.require import read_requirements
 from batch_agent.trust.table import GoldTable, Judge, ScoreOptions
@@ -50,6 +51,11 @@ class TakenGold:
     taken: frozenset[str] = frozenset()
     facts: JsonObject = field(default_factory=dict)  # for the record of the run
     whole: WholeRows | None = None
+    examples: ExampleRows | None = None  # in the prompt: rows with their content are not scored
+
+    @property
+    def left_out(self) -> Callable[[Mapping[str, object]], bool] | None:
+        return None if self.examples is None else self.examples.__contains__
 
 
 class WholeRows:

@@ -28,7 +28,7 @@ from batch_agent.record.scoring import (
     row_fields,
     with_looks,
 )
-from batch_agent.trust.examples import ExampleRows, examples_filter
+from batch_agent.trust.examples import ExampleRows
 from batch_agent.trust.score import Score
 from batch_agent.trust.table import GoldTable, PilotSample, Scoring
 
@@ -50,9 +50,8 @@ def score_of_run(
         known, schema, typed = known_of_run(run)
         rows = ((_index(each), str(each.get("job_id")), row_fields(each.get("input"))) for each in part.rows)
         taken = known.measure(given, rows, schema, typed=typed)
-        left_out = examples_filter([known.examples])
         how = {"keeps_wrong": wrong, "open_sealed": open_sealed}
-        scoring = Scoring(taken.gold, taken.table, taken.options, left_out=left_out, **how)
+        scoring = Scoring(taken.gold, taken.table, taken.options, left_out=taken.left_out, **how)
         for record in part.rows:
             add_record(scoring, record)
         score = scoring.score(known.population, pilot=known.pilot, complete=known.complete)

@@ -115,12 +115,12 @@ class RunGold:
         options = {**self.options, **{name: value for name, value in given.items() if value}}
         gold = cast("GivenGold | None", given.get("gold"))
         if gold is None and self.taken is not None:
-            return replace(self.taken, options=score_options(options))
+            return replace(self.taken, options=score_options(options), examples=self.examples)
         if gold is None:
             raise SpecError("there is no gold to score by: give gold, a column or a file with right answers")
         taken = frozenset[str]() if self.taken is None else self.taken.taken
         found, table = gold_of_rows(gold, rows, schema, options, typed=typed, taken=taken)
-        return TakenGold(found, table, score_options(options), ())
+        return TakenGold(found, table, score_options(options), (), examples=self.examples)
 
 
 def gold_of_rows(

@@ -128,8 +128,11 @@ class Pilot:
         return self._goes_on is False
 
     async def wait_decided(self) -> bool:
-        """Wait until it is decided whether the other rows follow."""
+        """Wait until it is decided whether the other rows follow. If they do not: until the rows of the pilot are done,
+        because rows that wait in a queue would not be started any more."""
         await self._decided.wait()
+        if self.stopped:
+            await self._ended.wait()
         return self._goes_on is True
 
     # Whether it is done

@@ -212,6 +212,8 @@ def facts_of(
         facts["stages"] = list(stages)
     if prepared.carry:
         facts["carry"] = list(prepared.carry)
+    if prepared.examples is not None:
+        facts["examples"] = prepared.examples.facts()
     if command is not None:
         facts["command"] = dict(command)
     return facts

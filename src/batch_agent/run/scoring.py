@@ -41,7 +41,7 @@ class RunScoring:
 
     def __init__(self, taken: TakenGold, schema: OutputSchema[object] | None) -> None:
         self.taken, self._schema = taken, schema
-        self._scoring = Scoring(taken.gold, taken.table, taken.options)
+        self._scoring = Scoring(taken.gold, taken.table, taken.options, left_out=taken.left_out)
         self._failure: SpecError | None = None
         self.kept = -1  # number of rows with gold that the record has
 
@@ -77,7 +77,8 @@ def gold_of_run(run: Run[Any], prepared: Prepared, feeder: Feeder | None) -> Run
     asked = asked_of(facts) if "fingerprint" in facts else ""
     pilot, options = PilotSample.of_facts(facts), {name: getattr(prepared.spec, name) for name in OPTIONS}
     taken = None if prepared.gold is None else replace(prepared.gold, inputs=())
-    return RunGold(taken, options, asked, total, pilot, complete=ended == "complete")
+    examples = None if prepared.examples is None else prepared.examples.rows
+    return RunGold(taken, options, asked, total, pilot, complete=ended == "complete", examples=examples)
 
 
 def score_of_run(run: Run[Any], *, count: bool) -> Score:

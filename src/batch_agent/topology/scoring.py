@@ -64,6 +64,7 @@ def gold_of_flow(flow: Flow, inputs: object) -> RunGold:
         len(inputs) if isinstance(inputs, Sized) else None,
         PilotSample.of_facts({**facts[0], "state": ended or "running"}) if facts else None,
         complete=ended == "complete",
+        examples=None if (examples := flow.nodes[-1].prepared.examples) is None else examples.rows,
     )
 
 
@@ -71,7 +72,9 @@ def score_of_flow(flow: Flow, inputs: object, *, count: bool) -> Score:
     """Return the score of the results so far."""
     if flow.gold is None:
         raise no_gold()
-    scoring = RunScoring(flow.gold, flow.nodes[-1].prepared.schema)
+    last = flow.nodes[-1].prepared
+    shown = None if last.examples is None else last.examples.rows
+    scoring = RunScoring(replace(flow.gold, examples=shown), last.schema)
     for result in flow.results():
         scoring.took(result)
     return scoring.score(gold_of_flow(flow, inputs), count=count, run="")
