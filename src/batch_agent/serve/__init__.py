@@ -30,3 +30,6 @@ class ServeOptions:
     outage_patience: float = 60.0  # that interactive requests wait out an outage; then they get 503
     drain: float = 5.0  # for answers and lines in flight, when the server is stopped
     now: Callable[[], float] = time.time
+    elapsed: Callable[[], float] | None = (
+        None  # real time; None: that of the system, or ``now`` if that is not the clock
+    )

@@ -57,10 +57,11 @@ OPEN_PER_TENANT = 4  # runs of a tenant that are open at once, those with the ea
 GRACE_SECONDS = 10.0  # for lines in flight, when their batch is cancelled
 PROGRESS_SECONDS = 1.0  # between two writes of the numbers of a batch
 AGAIN_SECONDS = 5.0  # before a batch whose record could not be written is continued
-# A batch whose run ends early, or fails by a bug or damage, is continued, after twice the time each time. After so many
-# times in a row without another line done it fails, with everything that is done in its files.
+# A batch whose run ends early, or fails by a bug or damage, is continued, after twice the time each time. After this
+# many times in a row without another line done it fails, with everything that is done in its files.
 MOST_FAILURES = 6
 SET_ASIDE_AFTER = 3  # of these failures the record of a batch is set aside: it may be damaged
+LOOK_SECONDS = 60.0  # between two looks at the clock while a deadline is waited for
 LEAD_SECONDS = 5.0  # that lines wait for the first one with their prefix
 MOST_LATER = 1024  # lines that wait for it in memory, or for a server
 MOST_SKIPPED = 64  # lines for servers that are away, at one look for a line that may start
@@ -658,8 +659,9 @@ class ServedBatches:
                 also = stops.wait(), self._tell_progress(running), running.keep_flushed()
                 beside = [tasks.create_task(each) for each in also]
                 try:
-                    limit = max(0.0, batch.deadline - self._now())
-                    await asyncio.wait({working, beside[0]}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+                    while not working.done() and not beside[0].done() and self._now() < batch.deadline:
+                        limit = min(LOOK_SECONDS, batch.deadline - self._now())
+                        await asyncio.wait({working, beside[0]}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
                     if not working.done():
                         stop = "cancelled" if stops.is_set() else "expired"
                         running.close()

@@ -589,8 +589,9 @@ class Catalog:
             if seconds is None:
                 return bool(db.execute("UPDATE batch SET owner = ? WHERE id = ?", (owner, id)).rowcount)
             changed = db.execute(
-                "UPDATE batch SET owner = ?, lease = ? WHERE id = ? AND (owner IN ('', ?) OR lease < ?)",
-                (owner, now + seconds, id, owner, now),
+                # A lease that is too far away is that of a process whose clock was wrong.
+                "UPDATE batch SET owner = ?, lease = ? WHERE id = ? AND (owner IN ('', ?) OR lease < ? OR lease > ?)",
+                (owner, now + seconds, id, owner, now, now + 2 * seconds),
             )
             return bool(changed.rowcount)
 

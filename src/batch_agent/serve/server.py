@@ -40,6 +40,7 @@ from batch_agent.serve.api import Api, refuse, send_files
 from batch_agent.serve.asking import Interactive
 from batch_agent.serve.batches import RUNS_PREFIX, ServedBatches, travelling_spec
 from batch_agent.serve.catalog import ConfiguredTenant, ServedBatch, Tenant, label_of
+from batch_agent.serve.clock import ServedClock, since_boot
 from batch_agent.serve.directory import ERRORS, LOCK_FILE, OUTPUT, PART, Presence, claim
 from batch_agent.serve.governor import Governor
 from batch_agent.serve.models import ServedModels
@@ -72,8 +73,8 @@ class BatchService:
     ) -> None:
         """``configured``: the tenants of the configuration; None if the server is started without one."""
         self.options, self.models = replace(options, shared=options.shared or bool(options.store)), models
-        options = self.options
         self._lock = self._take_data()
+        options = self.options = replace(self.options, now=self._follow_clock().now)
         with ExitStack() as undone:
             undone.callback(self._lock.release)
             self.catalog = open_catalog(options.data, shared=options.shared, clock=options.now)
@@ -92,6 +93,14 @@ class BatchService:
         self.away = ""  # why the data directory cannot be used now
         self.room = True  # the disk has more than the reserve free
         self.stopping = False  # what is in flight ends, and nothing new begins
+
+    def _follow_clock(self) -> ServedClock:
+        """Return the clock of this server."""
+        wall, elapsed = self.options.now, self.options.elapsed
+        is_real = wall is time.time and elapsed is None
+        keeps = self.options.data if is_real and not self.options.shared else None
+        self.clock = ServedClock(wall, elapsed or (since_boot if is_real else wall), keeps)
+        return self.clock
 
     def _configure(self, configured: Sequence[ConfiguredTenant] | None) -> None:
         if configured is not None:
@@ -282,6 +291,7 @@ class BatchService:
         swept = -SWEEP_SECONDS
         while True:
             await asyncio.sleep(BOOKS_SECONDS)
+            self.clock.look()
             try:
                 await self._look_at_data()
                 if self.away:
@@ -332,6 +342,7 @@ class BatchService:
     async def _sweep(self) -> None:
         """Remove files and batches that are kept no longer."""
         now = self.options.now()
+        await in_thread(self.clock.save)
         for file in await in_thread(self.catalog.expired_files):
             await in_thread(self.catalog.remove_file, file)
         for batch in await in_thread(self.catalog.ended_before, now - self.options.keep):

@@ -1,0 +1,87 @@
+"""The time of day of a server: the wall clock, but never faster or slower than real time by more than a fiftieth.
+
+Deadlines, retention and days of tokens are times of day. If someone sets the wall clock, or it is corrected, they must
+not all be over at once. So a jump is noticed, and followed slowly. Real time is what the system has counted since its
+boot, with the time that it slept. It is kept in a file, so that a jump between two starts is noticed too.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from threading import Lock
+
+from batch_agent.serve.directory import read_json_file, write_json
+
+logger = logging.getLogger("batch_agent")
+
+RATE = 0.02  # of real time, by which a jump is followed
+JUMP_SECONDS = 10.0  # of the wall clock at once, that are logged
+CLOCK_FILE = "clock.json"
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def since_boot() -> float:
+    """Return seconds of real time since the boot of the system, with those that it slept if it counts them."""
+    number = getattr(time, "CLOCK_BOOTTIME", None)
+    return time.monotonic() if number is None else time.clock_gettime(number)
+
+
+class ServedClock:
+    """``wall`` is the wall clock, ``elapsed`` real time. ``data``: the directory that keeps the time between two
+    starts; None to keep nothing. Any thread may ask for the time."""
+
+    def __init__(
+        self, wall: Callable[[], float] = time.time, elapsed: Callable[[], float] = since_boot, data: Path | None = None
+    ) -> None:
+        self._wall, self._elapsed, self._lock = wall, elapsed, Lock()
+        self._path = None if data is None else data / CLOCK_FILE
+        self._boot = _boot_id()
+        self._at, self._now = elapsed(), wall()
+        self.ahead = 0.0  # seconds by which the wall clock is ahead of this one
+        self._noticed = 0.0
+        self._continue()
+
+    def now(self) -> float:
+        """Return the time of day in unix seconds."""
+        with self._lock:
+            wall, at = self._wall(), self._elapsed()
+            passed = max(0.0, at - self._at)
+            steady, most = self._now + passed, passed * RATE
+            self._now, self._at = steady + min(most, max(-most, wall - steady)), at
+            self.ahead = wall - self._now
+            return self._now
+
+    def look(self) -> None:
+        """Log a jump of the wall clock since the last look."""
+        self.now()
+        jump, self._noticed = self.ahead - self._noticed, self.ahead
+        if abs(jump) >= JUMP_SECONDS:
+            told = "the wall clock has jumped by %+.0f s: nothing expires for this reason, the server follows it slowly"
+            logger.warning(told, jump)
+
+    def save(self) -> None:
+        """Keep the time for the next start."""
+        if self._path is not None and self._boot:
+            now = self.now()
+            with suppress(OSError):
+                write_json(self._path, {"boot": self._boot, "elapsed": self._at, "now": now})
+
+    def _continue(self) -> None:
+        """Continue from the time that an earlier start has kept, if the system has not been booted since."""
+        with suppress(OSError, TypeError, ValueError):
+            kept = {} if self._path is None or not self._boot else read_json_file(self._path) or {}
+            elapsed, now = float(str(kept.get("elapsed"))), float(str(kept.get("now")))
+            if kept.get("boot") == self._boot and elapsed <= self._at:
+                self._now, self._at = now, elapsed
+        self.look()
+
+
+def _boot_id() -> str:
+    try:
+        return BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
