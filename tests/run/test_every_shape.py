@@ -233,6 +233,24 @@ async def test_forced_rows_keep_their_answers_under_another_task(scene: Scene) -
     assert scene.asked == Counter({"row-0": 1, "row-1": 1})
 
 
+@pytest.mark.covers("votes", "local", "processes", "Redis", "Ray", "pipeline", "reduction")
+async def test_the_samples_of_a_row_vote_and_a_resume_asks_none_again(scene: Scene) -> None:
+    def answer(row: str, request: Request) -> Say:
+        """The first sample of a row differs from the others."""
+        same = [each.number for each in scene.server.requests if row and row_of(each) == row]
+        return Say("no" if same[:1] == [request.number] else "yes")
+
+    scene.answer = answer
+    first = await scene.run(2, samples=3, doubt=True)
+    again = await scene.run(2, samples=3, doubt=True, resume=True)
+    for results in (first, again):
+        assert [result.output for result in results] == ["yes", "yes"]
+        votes = [(result.votes or {})["output"] for result in results]
+        assert votes == [{"counts": {"no": 1, "yes": 2}, "against": 1}] * 2
+        assert [result.doubts for result in results] == [{"output": 1 / 3}] * 2
+    assert scene.asked == Counter({"row-0": 3, "row-1": 3})
+
+
 @pytest.mark.covers("budgets", "local", "processes", "Redis", "Ray", "pipeline", "reduction", "worker=", "runtime")
 async def test_a_budget_is_not_exceeded_and_a_resume_goes_on(scene: Scene) -> None:
     limit = 800 if scene.shape == "runtime" else 4 * EACH  # an agent of its own asks for longer answers
