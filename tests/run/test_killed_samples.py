@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import sys
 from asyncio.subprocess import DEVNULL
 from collections import Counter
@@ -89,6 +91,28 @@ async def test_so_does_one_whose_samples_are_asked_by_other_processes(tmp_path: 
 
 async def test_so_does_one_in_redis(url: str) -> None:
     await killed_and_resumed(url, {"lease": 1}, {"lease": 1})
+
+
+async def test_a_killed_worker_process_costs_only_the_samples_that_it_was_asking(tmp_path: Path) -> None:
+    going = asyncio.Event()
+
+    async def script(request: Request) -> Say:
+        if request.body["seed"] == 12:
+            await going.wait()
+        return mood(request)
+
+    crew = WarmCrew()
+    async with ScriptedServer(script, models=["m"]) as server:
+        given = options(server, cluster=crew, run_dir=tmp_path / "run", lease=2.0)
+        running = asyncio.ensure_future(BatchAgent.run(**given))
+        async with asyncio.timeout(60):
+            await server.wait_until(lambda: sum(request.body["seed"] == 12 for request in server.requests) == ROWS)
+            os.kill(crew.pids[0], signal.SIGKILL)
+            going.set()
+            check(await running)
+    asked = Counter(map(sample_of, server.requests))
+    assert {number for (_, seed), number in asked.items() if seed != 12} == {1}
+    assert sum(asked.values()) <= 4 * ROWS
 
 
 @pytest.mark.parametrize("crew", [False, True])
