@@ -164,6 +164,7 @@ class Changes:
     rest_kept: str = ""  # the same with on_change="keep"
     paid: float | None = None
     resend: bool = False
+    forced: bool = False  # an earlier session kept answers by force
     told: bool = False  # the user has been shown it
 
     def refusal(self, *, flags: bool) -> str:
@@ -173,8 +174,9 @@ class Changes:
         rows_again = (
             f"{_answers(self.dropped)} would be dropped, and {'its row' if self.dropped == 1 else 'their rows'}"
         )
-        what = "with other options" if self.edits or not self._changed else "with other rows"
-        differs = [*self.edits, *self._rows_changed()] or ["the requests; the record does not say why"]
+        rows_differ = [*self._rows_changed()]
+        what = "with other rows" if rows_differ and not self.edits else "with other options"
+        differs = [*self.edits, *rows_differ] or ["the requests; the record does not say why"]
         return "\n".join(
             [
                 f"{self.run} was recorded {what}. Nothing was sent. What differs:",
@@ -186,13 +188,9 @@ class Changes:
             ]
         )
 
-    @property
-    def _changed(self) -> int:
-        return sum(each.changed for each in self.matched.values() if each is not None)
-
     def _rows_changed(self) -> Iterator[str]:
         for name, each in self.matched.items():
-            if each is not None and each.names and not self.edits:
+            if each is not None and each.names:
                 shown = ", ".join(map(str, each.names[:NAMED])) + (", …" if len(each.names) > NAMED else "")
                 yield f"{f'{name}: ' if name else ''}rows that have a recorded answer and changed, by index: {shown}"
 
@@ -265,14 +263,16 @@ def compare(
     Without a record nothing has changed. ``resend``: answers that an earlier session kept after a change are dropped
     too. ``known`` is returned if it was compared in the same way, else closed. Close the result."""
     if known is not None:
-        if known.resend == resend:
+        if known.resend == resend or not known.forced:
             return known
         known.close()
     found: dict[str, Changes] = {}
+    forced = False
     with ExitStack() as undone, open_run(str(run_dir)) as whole:
         for name, prepared in parts.items():
             with whole.stage(name) if name else nullcontext(whole) as reader:
                 if facts := reader.kept_facts():  # else there is no record yet
+                    forced = forced or bool(facts.get("forced"))
                     found[name] = _compare(reader, facts, prepared, worker, name, resend=resend)
                     undone.callback(found[name].close)
         dropped = sum(each.dropped for each in found.values())
@@ -292,6 +292,7 @@ def compare(
         rest[0].rest_kept if len(rest) == 1 else "",
         paid,
         resend=resend,
+        forced=forced,
     )
 
 

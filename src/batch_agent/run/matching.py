@@ -56,7 +56,7 @@ class Matched:
     """What becomes of the rows of a run. ``total`` rows can be asked; ``kept`` of them have an answer that fits.
     ``changed`` rows have a recorded answer to something else: of these, ``held`` keep it with on_change="keep".
     ``gone`` recorded answers belong to no row any more. ``renamed`` rows of those that are kept or continue have
-    another id than before. ``names`` are the indexes of a few changed rows."""
+    another id than before. ``names`` are the indexes of a few changed rows, if the rows changed and not the options."""
 
     total: int = 0
     kept: int = 0
@@ -381,7 +381,7 @@ class Matching:
             lost=sum(count for (how, _), count in counts.items() if how == LOST),
             gone=self._one("SELECT count(*) FROM line WHERE ok AND now IS NULL"),
             renamed=sum(count for (how, _), count in counts.items() if how == RENAMED),
-            names=tuple(index for (index,) in names),
+            names=tuple(index for (index,) in names) if self._same else (),
         )
 
     def _new(self, rest: int, recorded: int) -> int | None:
