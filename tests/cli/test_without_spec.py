@@ -122,13 +122,13 @@ def test_a_run_without_a_spec_is_resumed_from_anywhere(
         (["run", "--task", "{text}", "rows.csv", "--schema", '{"a": "spam"}'], '--schema a is "spam": a field is'),
         (["run", "--task", "{text}", "rows.csv", "--schema", "nomodule:X"], "there is no module nomodule"),
         (
-            ["run", "--task", "{text}", "rows.xlsx"],
-            "is a spreadsheet, which is not supported: save it as CSV. Supported:",
+            ["run", "--task", "{text}", "rows.ods"],
+            "is a spreadsheet, which is not supported: save it as .xlsx or CSV. Supported:",
         ),
     ],
 )
 def test_what_cannot_be_is_said(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("rows.xlsx").write_bytes(b"PK")
+    Path("rows.ods").write_bytes(b"PK")
     assert says in complaint(arguments, capsys)
 
 

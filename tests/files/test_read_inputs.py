@@ -102,7 +102,7 @@ def test_a_quote_that_is_never_closed_does_not_take_the_rest_of_a_large_file(tmp
         ("rows.csv", b"a,b\r1,2\r3,4\r", r"a carriage return outside of quotes; save the file with lines that end"),
         ("rows.tsv", b"a\tb\r1\t2\r", "a carriage return outside of quotes"),
         ("rows.csv", b'"a' + b"x" * (CELL_CHARACTERS + 1) + b"\n", "its first line .*field larger"),
-        ("rows.xlsx", b"PK", r"is a spreadsheet, which is not supported: save it as CSV\. Supported: \.jsonl"),
+        ("rows.ods", b"PK", r"is a spreadsheet, which is not supported: save it as \.xlsx or CSV\. Supported: \.jsonl"),
         ("rows", b"", "the format of .* is unknown"),
         ("rows.gz", gzip.compress(b"", mtime=0), "the format of .* is unknown"),
         ("rows.parquet.gz", b"", "the format of .* is unknown"),

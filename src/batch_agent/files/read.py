@@ -29,6 +29,7 @@ from batch_agent.documents import DocumentError, format_of_document
 from batch_agent.documents.content import plain_text
 from batch_agent.errors import BatchAgentError, SpecError, explained
 from batch_agent.files.compression import Codec, extra, format_of
+from batch_agent.files.excel import EXCEL, OTHER_SHEETS, open_excel
 from batch_agent.files.json_array import parse_json
 from batch_agent.files.rows import BOM, GUESSED, Reading, Row, converted, is_utf8, parse_jsonl, parse_text
 from batch_agent.job import UnreadableRow
@@ -237,9 +238,8 @@ LINE_PARSERS: dict[str, _Parser] = {
     ".tsv": partial(parse_delimited, delimiter="\t"),
     ".txt": parse_text,
 }
-KNOWN = (*LINE_PARSERS, ".json", ".parquet")
+KNOWN = (*LINE_PARSERS, ".json", ".parquet", EXCEL)
 PARSERS = {**LINE_PARSERS, ".text": parse_text}  # the last one only if the user gives the format
-SPREADSHEETS = (".xlsx", ".xls", ".ods")
 
 CHUNK_BYTES = 256 * 2**10
 UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
@@ -278,9 +278,11 @@ def _open(path: Path, asked: str | None) -> Reading:
         return open_files(lambda: iter((path,)), "")
     if kind == ".parquet" and not compression:
         return open_parquet(path)
-    if kind in SPREADSHEETS:
+    if kind == EXCEL and not compression:
+        return open_excel(path, plain)
+    if kind in OTHER_SHEETS:
         raise SpecError(
-            f"{path} is a spreadsheet, which is not supported: save it as CSV. Supported: {' '.join(KNOWN)}"
+            f"{path} is a spreadsheet, which is not supported: save it as .xlsx or CSV. Supported: {' '.join(KNOWN)}"
         )
     if kind != ".json" and kind not in PARSERS:
         raise SpecError(f"the format of {path} is unknown; rename it to one of {' '.join(KNOWN)}")

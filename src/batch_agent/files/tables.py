@@ -1,4 +1,4 @@
-"""Tables of results: CSV, TSV or Parquet, made from lines of results.
+"""Tables of results: CSV, TSV, Parquet or Excel, made from lines of results.
 
 A table is in input order, and its columns are known only after the last row. It is made from a finished file of lines,
 in two passes, with a few thousand rows in memory. A table file is written under another name and renamed when it is
@@ -19,6 +19,7 @@ from typing import IO, Literal
 
 from batch_agent.errors import SpecError
 from batch_agent.files.compression import Codec, extra, format_of
+from batch_agent.files.excel import EXCEL, OTHER_SHEETS, check_excel, write_excel
 from batch_agent.files.results import from_json, to_json
 
 # Columns of a table of results: their names and types, and the cells of a row. The columns of the input come first
@@ -224,15 +225,20 @@ def record_of(line: bytes) -> Record | None:
 
 
 def is_table(path: Path) -> bool:
-    return format_of(path)[0] in (*DELIMITERS, PARQUET)
+    return format_of(path)[0] in (*DELIMITERS, PARQUET, EXCEL, *OTHER_SHEETS)
 
 
 def check_table(path: Path, kind: str | None = None) -> None:
     """Raise SpecError if this kind of table cannot be written. Called before there are results."""
     extension, compression = format_of(path)
     kind = kind or extension
-    if kind == PARQUET and compression:
-        raise SpecError(f"{path}: a Parquet file is already compressed; omit {compression}")
+    if kind in (PARQUET, EXCEL) and compression:
+        name = "a Parquet" if kind == PARQUET else "an Excel"
+        raise SpecError(f"{path}: {name} file is already compressed; omit {compression}")
+    if kind in OTHER_SHEETS:
+        raise SpecError(f"{path}: results cannot be written as {kind}; use .xlsx, .csv, .tsv, .parquet or .jsonl")
+    if kind == EXCEL:
+        check_excel(path)
     if kind == PARQUET:
         extra("pyarrow.parquet", f"writing {path}")
     Codec(path)
@@ -268,6 +274,9 @@ def columns_of(records: Iterable[Record]) -> list[Column]:
 def write_records(records: Iterable[Record], columns: Sequence[Column], stream: IO[bytes], kind: str) -> None:
     if kind == PARQUET:
         _write_parquet(records, columns, stream)
+    elif kind == EXCEL:
+        rows = ([column.cell(record) for column in columns] for record in records)
+        write_excel(rows, [column.name for column in columns], stream)
     else:
         _write_text(records, columns, stream, DELIMITERS[kind])
 

@@ -17,6 +17,7 @@ from batch_agent.cli.spec.rows import STDIN
 from batch_agent.cli.spec.transcripts import prepared_again, prompts_changed, transcript_lines
 from batch_agent.errors import SpecError
 from batch_agent.files.compression import format_of
+from batch_agent.files.excel import EXCEL
 from batch_agent.files.results import to_json
 from batch_agent.files.tables import (
     CSV,
@@ -33,7 +34,7 @@ from batch_agent.record.rundir import stage_names
 from batch_agent.record.score_reader import gold_of_record, has_gold
 from batch_agent.record.scoring import with_gold
 
-TABLES = {"csv": CSV, "tsv": TSV, "parquet": PARQUET}
+TABLES = {"csv": CSV, "tsv": TSV, "parquet": PARQUET, "xlsx": EXCEL}
 JSONL, MESSAGES = "jsonl", "messages"
 
 
@@ -78,8 +79,9 @@ def _export(options: argparse.Namespace, run: RunReader, part: RunReader) -> int
         table = TABLES[kind]
         if output is not None:
             check_table(output, table)
-        elif table == PARQUET:
-            raise SpecError("a Parquet file cannot be written to standard output; give --output FILE")
+        elif table in (PARQUET, EXCEL):
+            name = "a Parquet" if table == PARQUET else "an Excel"
+            raise SpecError(f"{name} file cannot be written to standard output; give --output FILE")
         columns = columns_of(rows)
         with opened_output(output) as stream:
             write_records(rows, columns, stream, table)
@@ -123,7 +125,9 @@ def _kind_of(output: Path | None) -> str:
         return JSONL
     extension = format_of(output)[0].removeprefix(".")
     if extension not in (JSONL, *TABLES):
-        raise SpecError(f"the format of {output} is unknown: use .jsonl, .csv, .tsv or .parquet, or give --format")
+        raise SpecError(
+            f"the format of {output} is unknown: use .jsonl, .csv, .tsv, .parquet or .xlsx, or give --format"
+        )
     return extension
 
 

@@ -20,7 +20,7 @@ task: |
 # The same for all rows. Put text that all rows share here.
 system_prompt: You sort messages to the support desk of a shop.
 
-inputs: rows.csv                # or .jsonl, .json, .tsv, .parquet, a directory
+inputs: rows.csv                # or .jsonl, .json, .tsv, .parquet, .xlsx, a directory
 output_schema: support:Answer   # the class Answer in support.py
 tools: [support:look_up]        # functions that the model may call
 

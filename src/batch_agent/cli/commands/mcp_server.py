@@ -67,7 +67,9 @@ class BatchRequest:
     path: Annotated[str | None, Field(description="A CSV, TSV, JSONL or Parquet file of rows. Or give rows.")] = None
     id_column: Annotated[str | None, Field(description="The column that identifies a row in results.")] = None
     output_schema: Annotated[Json | None, Field(description="JSON schema of each answer. Default: free text.")] = None
-    output_path: Annotated[str | None, Field(description="A .csv, .jsonl or .parquet file for the results.")] = None
+    output_path: Annotated[str | None, Field(description="A .csv, .jsonl, .parquet or .xlsx file for the results.")] = (
+        None
+    )
     max_concurrency: Annotated[int | None, Field(description="Maximum number of model calls in flight.", ge=1)] = None
     max_cost: MaxCost = None
     max_rows: Annotated[

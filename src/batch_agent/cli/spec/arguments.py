@@ -38,7 +38,7 @@ TOML or JSON; batch-agent init writes one to start from:
   system_prompt: {file: system.txt}
 
 Each result is written when its row finishes, as one line of JSON. With --output
-FILE.csv, .tsv or .parquet, the results are written as a table when the run ends;
+FILE.csv, .tsv, .parquet or .xlsx, the results are a table, written at the end;
 docs/files.md describes the formats. Progress goes to standard error: a live view
 on a terminal, otherwise a line now and then. With --json there is no progress,
 and the run ends with one JSON object on standard output; it goes to standard
@@ -324,7 +324,7 @@ def _add_rows(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--inputs",
         metavar="FILE",
-        help="the rows: .jsonl, .json, .csv, .tsv (also .gz, .zst), .parquet or a directory; - is standard input",
+        help="the rows: .jsonl, .json, .csv, .tsv (or .gz, .zst), .parquet, .xlsx or a directory; - is standard input",
     )
     group.add_argument(
         "--format",
@@ -336,7 +336,7 @@ def _add_rows(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--output",
         metavar="FILE",
-        help="file for the results: JSONL, or .csv, .tsv, .parquet; - is standard output (default)",
+        help="file for the results: JSONL, or .csv, .tsv, .parquet, .xlsx; - is standard output (default)",
     )
     group.add_argument(
         "--ordered", action="store_true", default=None, help="write JSONL in the order of the rows, like tables"
