@@ -8,17 +8,21 @@ client do not stop the requests of others.
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import orjson
 from aiohttp import web
 from pydantic import JsonValue
 
 from batch_agent.agent.context import AgentContext, work_of
 from batch_agent.backends.base import ModelRequest, RequestShape
+from batch_agent.backends.http.wire import json_of
+from batch_agent.compiler.tokens import BYTES_PER_TOKEN, estimate_tokens
 from batch_agent.dispatch.dispatcher import Dispatcher, ModelCall
 from batch_agent.dispatch.policy import Policy
 from batch_agent.door import PATIENCE_SECONDS, RequestRefused, json_response, read_body, read_object
@@ -56,6 +60,7 @@ from batch_agent.scheduler.blame import concern_of
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.ordering import FIRST, AgentForecast
 from batch_agent.serve.catalog import Tenant
+from batch_agent.serve.ledger import DayUsed
 from batch_agent.serve.models import ServedModels
 from batch_agent.serve.turnstile import Turnstile
 from batch_agent.serve.upstreams import ModelServers, again_after, for_clients
@@ -191,6 +196,64 @@ def read_request(
         lost = "; ".join(dict.fromkeys(asked.lost))
         raise BadRequest(f"the backend of the model {model!r} has another wire format, which cannot represent: {lost}")
     return asked
+
+
+# Tokens of the day: what a request may use, before it is sent (``ledger.py``).
+
+UNKNOWN_ANSWER = 4096  # tokens of an answer whose request does not limit it, if its tenant had no longer one
+LEAST_ANSWER = 16  # tokens that must be left for such an answer
+PROMPT_FIELDS = ("messages", "input", "prompt", "system", "instructions", "tools", "functions", "response_format")
+BYTES_OF_A_PICTURE = b'"' + b"x" * 4000 + b'"'  # about a thousand tokens, whatever its size in the body
+_ENCODED = re.compile(rb'"(?:data:[^",]*,)?[A-Za-z0-9+/=_-]{1000,}"')
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Tokens that a request may use, in all its ``answers`` together. ``answer``: its own limit, or None."""
+
+    prompt: int
+    answer: int | None
+    assumed: int
+    answers: int = 1
+
+    @property
+    def most(self) -> int:
+        return self.prompt + (self.assumed if self.answer is None else self.answer)
+
+
+def tokens_needed(dialect: ClientDialect, body: JsonObject, longest: int) -> Needs:
+    """Return what a request may use. ``longest``: the tokens of the longest answer that its tenant had."""
+    written = orjson.dumps({name: body[name] for name in PROMPT_FIELDS if name in body})
+    prompt = -(-len(_ENCODED.sub(BYTES_OF_A_PICTURE, written)) // BYTES_PER_TOKEN)
+    if dialect.wire == EmbeddingsDialect.wire:
+        return Needs(prompt, 0, 0)
+    given = [body.get(name) for name in ("max_completion_tokens", "max_tokens", "max_output_tokens")]
+    limit = next((value for value in given if type(value) is int), None)
+    answers = max([1, *(value for name in ("n", "best_of") if type(value := body.get(name)) is int)])
+    prompts = body.get("prompt")
+    if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int):
+        answers *= len(prompts)
+    return Needs(prompt, None if limit is None else limit * answers, max(UNKNOWN_ANSWER, longest) * answers, answers)
+
+
+def line_needs(endpoint: str, body: JsonObject, limit: int, longest: int, usual: int) -> tuple[int, int]:
+    """Return the tokens of a day that a line needs, at least and at most. ``usual``: those of a line of its batch.
+    Raises RequestRefused if it needs more than the ``limit`` of a whole day."""
+    needs = tokens_needed(DIALECTS[endpoint], body, longest)
+    if needs.answer is None:
+        return min(needs.prompt + usual, limit), min(needs.most, limit)
+    if needs.most > limit:
+        told = f"{needs.most} tokens (prompt and max_tokens) are more than the {limit} of a whole day"
+        raise RequestRefused(429, told, code="insufficient_quota")
+    return needs.most, needs.most
+
+
+def limit_answer(question: ModelRequest, tokens: int) -> None:
+    """Limit the tokens of an answer whose client has not limited it."""
+    question.shape = replace(question.shape, max_tokens=tokens)
+    if (client := question.client) is not None:
+        name = "max_output_tokens" if client.wire == "responses" else "max_tokens"
+        question.client = replace(client, fields={**client.fields, name: tokens})
 
 
 class ClientCall(ModelCall):
@@ -364,6 +427,8 @@ MOST_RETRIES = 2
 LOOK_SECONDS = 1.0  # between two looks whether a request waits in vain
 QUIET_SECONDS = 5.0  # without a piece of an answer after which a server that is down does not send it any more
 GAPS = (b"\n\n", b"\r\n\r\n", b"\r\r")  # between events
+_EVENT = re.compile(rb".*?(?:\r\n\r\n|\n\n|\r\r)", re.DOTALL)
+_USAGE = re.compile(rb'"usage"\s*:\s*\{')
 
 
 class Interactive:
@@ -437,16 +502,21 @@ class Interactive:
         """Return the answer. ``stream`` gets it as it arrives: through ``live``, or byte by byte without it. Raises
         RequestRefused."""
         turnstile, governor = self._turnstile, self._turnstile.governor
-        if not turnstile.account(tenant.name).has_tokens:
-            raise RequestRefused(429, "the tokens of this day are used up", code="insufficient_quota")
+        turnstile.set_terms(tenant.name, tenant.share, tenant.tokens_per_day)
+        needs = tokens_needed(asked.dialect, asked.body, turnstile.account(tenant.name).longest)
+        reserved = await self._reserve(tenant, needs)
         clock = asyncio.get_running_loop().time
         question = model_request(asked, ModelRequest(asked.shape, Conversation(asked.messages), "interactive"))
+        if reserved and needs.answer is None and reserved < needs.most:
+            limit_answer(question, (reserved - needs.prompt) // needs.answers)
         call = _PersonCall(self._models, question, self._turnstile)
         if live is not None:
             live.follow(question)
             call.on_tool_call = start_nothing  # so that the backend streams
         elif stream is not None:
-            call.events = events = PassedEvents(stream.put)
+            options = asked.body.get("stream_options")
+            hidden = not (isinstance(options, dict) and options.get("include_usage"))
+            call.events = events = PassedEvents(stream.put, hidden=hidden)
             question.relay = events.take
         policy = Policy(MOST_RETRIES, wanted=lambda _: stream is None or not stream.begun)
         before, limit = turnstile.inflight, asyncio.timeout(None)
@@ -470,14 +540,16 @@ class Interactive:
             if not call.admitted:
                 governor.admitted()
             governor.ended(clock())
+            prompt, answer = call.used(needs, reserved)
+            turnstile.spend(tenant.name, prompt + answer, reserved)
             turnstile.touch()
         if (refusal := refused(reply)) is not None:
             raise refusal
         if call.events is not None:
             call.events.finish()
-        usage = reply.usage
-        turnstile.spend(tenant.name, usage.prompt_tokens + usage.completion_tokens)
-        governor.answered(clock() - call.sent_at, usage.completion_tokens, before, turnstile.inflight, clock())
+        account = turnstile.account(tenant.name)
+        account.longest = max(account.longest, answer)
+        governor.answered(clock() - call.sent_at, answer, before, turnstile.inflight, clock())
         return reply
 
     @contextmanager
@@ -508,6 +580,24 @@ class Interactive:
             if timer is not None:
                 timer.cancel()
 
+    async def _reserve(self, tenant: Tenant, needs: Needs) -> int:
+        """Reserve tokens of the day for a request. Returns their number; 0 without a limit. Raises RequestRefused."""
+        ledger = self._turnstile.ledger
+        least = needs.prompt + LEAST_ANSWER * needs.answers if needs.answer is None else needs.most
+        try:
+            return await ledger.reserve(tenant.name, least, needs.most)
+        except DayUsed as used:
+            limit, today = tenant.tokens_per_day, ledger.today(tenant.name)
+            if used.for_now:
+                told = (
+                    f"{least} tokens (prompt and max_tokens) do not fit beside the requests in flight: {today} of the "
+                )
+                told += f"{limit} of this day are used; try again when those requests have ended"
+                headers = {"Retry-After": "1"}
+                raise RequestRefused(429, told, code="rate_limit_exceeded", headers=headers) from None
+            told = f"the tokens of this day are used up: {today} of {limit}, and this request may use {least}"
+            raise RequestRefused(429, told, code="insufficient_quota", kind="insufficient_quota") from None
+
     async def _streamed(self, request: web.BaseRequest, asked: ClientRequest, tenant: Tenant) -> web.StreamResponse:
         dialect = asked.dialect
         own = dialect.wire in self._models.of(asked.shape.model).backend.wires
@@ -531,10 +621,13 @@ class Interactive:
 
 class PassedEvents:
     """Passes the events of a server on to its client, each when it is complete: if the server breaks off in the middle
-    of an event, the client gets no part of it. ``count``: the events that were passed on."""
+    of an event, the client gets no part of it. ``count``: the events of the answer so far; ``prompt_tokens`` and
+    ``completion_tokens``: as the server reports them. An event that only has usage is ``hidden`` if the client did not
+    ask for it."""
 
-    def __init__(self, put: Callable[[bytes], None]) -> None:
-        self._put, self._rest, self.count = put, bytearray(), 0
+    def __init__(self, put: Callable[[bytes], None], *, hidden: bool) -> None:
+        self._put, self._hidden, self._rest, self.count = put, hidden, bytearray(), 0
+        self.prompt_tokens = self.completion_tokens = 0
 
     def begin(self) -> None:
         """Forget what an attempt that failed has left."""
@@ -548,7 +641,25 @@ class PassedEvents:
             whole = bytes(rest[:end])
             del rest[:end]
             self.count += whole.count(b"data:")
-            self._put(whole)
+            if _USAGE.search(whole):
+                whole = b"".join(event for event in _EVENT.findall(whole) if not self._reads_usage(event))
+            if whole:
+                self._put(whole)
+
+    def _reads_usage(self, event: bytes) -> bool:
+        """Read the usage of an event. Returns whether the event is hidden."""
+        data = b"\n".join(line[5:] for line in event.splitlines() if line.startswith(b"data:"))
+        document = json_of(data) if _USAGE.search(event) else None
+        if not isinstance(document, dict):
+            return False
+        for place in (document, document.get("response"), document.get("message")):
+            usage = place.get("usage") if isinstance(place, dict) else None
+            if isinstance(usage, dict):
+                counts = {name: count for name, count in usage.items() if type(count) is int}
+                self.prompt_tokens = counts.get("prompt_tokens") or counts.get("input_tokens") or self.prompt_tokens
+                answer = counts.get("completion_tokens") or counts.get("output_tokens")
+                self.completion_tokens = answer or self.completion_tokens
+        return self._hidden and document.get("choices") == []
 
     def finish(self) -> None:
         """Pass on the end of a complete answer, which may lack its last blank line."""
@@ -560,12 +671,31 @@ class PassedEvents:
 class _PersonCall(ClientCall):
     """Tells when the request is sent."""
 
-    __slots__ = ("_turnstile", "admitted", "events", "sent_at")
+    __slots__ = ("_turnstile", "admitted", "asked", "events", "reply", "sent_at")
 
     def __init__(self, backend: ServedModels, request: ModelRequest, turnstile: Turnstile) -> None:
         super().__init__(backend, request)
         self._turnstile, self.admitted, self.sent_at = turnstile, False, asyncio.get_running_loop().time()
         self.events: PassedEvents | None = None
+        self.asked = False  # a request is in flight, or was not awaited
+        self.reply: Reply | None = None
+
+    def used(self, needs: Needs, reserved: int) -> tuple[int, int]:
+        """Return the tokens that the request used: of the prompt, and of the answer. Without a complete answer these
+        are those that were heard; if nothing was heard of an answer that was not awaited, what was ``reserved``."""
+        events, said, reply = self.events, self.request.said, self.reply
+        heard, prompt = max(len(said), estimate_tokens("".join(said))), needs.prompt
+        if events is not None:
+            heard = events.completion_tokens or max(heard, events.count)
+            prompt = events.prompt_tokens or prompt
+        if reply is not None:
+            usage = reply.usage
+            if usage.prompt_tokens or usage.completion_tokens or refused(reply) is not None:
+                return usage.prompt_tokens, usage.completion_tokens
+            return prompt, heard or estimate_tokens(reply.text)
+        if heard:
+            return prompt, heard
+        return (prompt, max(0, reserved - prompt)) if self.asked else (0, 0)
 
     async def send(self, endpoint: str) -> Reply:
         if self.events is not None:
@@ -574,4 +704,11 @@ class _PersonCall(ClientCall):
         if not self.admitted:
             self.admitted = True
             self._turnstile.governor.admitted()
-        return await super().send(endpoint)
+        self.asked = True
+        try:
+            self.reply = await super().send(endpoint)
+        except BackendError as error:
+            self.asked = isinstance(error, Timeout) and not error.unreached  # it may have generated all
+            raise
+        self.asked = False
+        return self.reply

@@ -29,7 +29,7 @@ from batch_agent.blocking import in_thread
 from batch_agent.dispatch.cancellation import first_error
 from batch_agent.dispatch.row_channel import RowChannel
 from batch_agent.door import RequestRefused
-from batch_agent.errors import BackendError, Interrupted, StoreError
+from batch_agent.errors import BackendError, Interrupted, StoreError, Timeout
 from batch_agent.job import AgentResult, Placed
 from batch_agent.messages import JsonObject, Reply
 from batch_agent.record.address import StoreAddress
@@ -39,14 +39,14 @@ from batch_agent.run.recording import in_thread as in_whole_thread
 from batch_agent.run.run import Run
 from batch_agent.run.shared import Shared
 from batch_agent.serve import ServeOptions
-from batch_agent.serve.asking import ClientCall, LineAnswer, answer_line, ask_line, failed_line, refused_for
+from batch_agent.serve.asking import ClientCall, LineAnswer, answer_line, ask_line, failed_line, line_needs, refused_for
 from batch_agent.serve.catalog import Catalog, CatalogError, ServedBatch, StoredFile, Tenant
 from batch_agent.serve.directory import BATCHES, INPUT, PART, RUN, move_to_lost
 from batch_agent.serve.lines import BatchLine, BatchLines, Checked, Tallied, UnreadableLine, check_lines, with_files
 from batch_agent.serve.models import ServedModels
 from batch_agent.serve.objects import notice_of
 from batch_agent.serve.repair import BeyondRepair, repair_parts, restore_input, salvage
-from batch_agent.serve.turnstile import Entrant, Turnstile
+from batch_agent.serve.turnstile import FIRST_GUESS, Entrant, Turnstile
 from batch_agent.serve.upstreams import for_clients
 from batch_agent.spec import BatchSpec
 
@@ -98,13 +98,20 @@ class Granted:
     line: BatchLine
     body: JsonObject
     expected: float
+    reserved: int = 0  # tokens of the day
     sent_at: float = 0.0
     beside: int = 0  # other requests that were in flight then
+    asked: bool = False  # a request is in flight, whose tokens are not known
     tokens: int = 0
 
     @property
     def model(self) -> str:
         return str(self.body["model"])
+
+    @property
+    def lost(self) -> int:
+        """Tokens that count for an answer that was not awaited."""
+        return self.reserved if self.asked else 0
 
 
 class RunningBatch(Entrant):
@@ -139,7 +146,7 @@ class RunningBatch(Entrant):
         for _ in range(MOST_SKIPPED):
             if self._next is None and not self.closed:
                 try:
-                    self._next = self._next_readable()
+                    self._next = self._next_that_fits()
                 except (OSError, ValueError, sqlite3.Error) as error:
                     self.failure = error
                     self.close()
@@ -162,7 +169,7 @@ class RunningBatch(Entrant):
             if len(self._leaders) >= MOST_LATER:
                 self._leaders.clear()
             self._leaders[line.group] = self._clock() + LEAD_SECONDS
-        self._granted[line.number] = Granted(line, body, expected)
+        self._granted[line.number] = Granted(line, body, expected, self.reserved, asked=self._travels)
         row: JsonObject = {"id": own, "line": line.number}
         if self._travels:
             row |= {"name": self._name(line.number), "endpoint": self.batch.endpoint, "body": body}
@@ -173,12 +180,26 @@ class RunningBatch(Entrant):
         self._next = None
         self.inlet.close()
 
-    def _next_readable(self) -> tuple[BatchLine, str, JsonObject] | None:
+    def _next_that_fits(self) -> tuple[BatchLine, str, JsonObject] | None:
+        """Return the next line that can be read, with its content. One that needs more tokens than its tenant has in a
+        day fails."""
+        limit = self._turnstile.ledger.limit(self.tenant)
         while (line := self._next_in_order()) is not None:
             try:
-                return line, *self.lines.read(line)
+                own, body = self.lines.read(line)
             except UnreadableLine:
                 self.lines.give_up(line)
+                self._written.set()
+                continue
+            if limit is None:
+                return line, own, body
+            longest, usual = self._turnstile.account(self.tenant).longest, int(self.per_line or FIRST_GUESS)
+            try:
+                self.needs = line_needs(self.batch.endpoint, body, limit, longest, usual)
+                return line, own, body
+            except RequestRefused as refused:
+                answer = failed_line(self.batch.endpoint, self._name(line.number), refused)
+                self.lines.put(line.number, own, answer.outcome, ok=False)
                 self._written.set()
         return None
 
@@ -218,13 +239,15 @@ class RunningBatch(Entrant):
         finally:
             self._lead_over(granted.line.group)
             if self._granted.pop(granted.line.number, None) is not None:
-                self._turnstile.ended(
-                    self, granted.tokens, granted.expected, sent=bool(granted.sent_at), model=granted.model
-                )
+                self._end(granted, granted.tokens, sent=bool(granted.sent_at))
+
+    def _end(self, granted: Granted, tokens: int, *, sent: bool) -> None:
+        reserved, lost, model = granted.reserved, granted.lost, granted.model
+        self._turnstile.ended(self, tokens, granted.expected, sent=sent, model=model, reserved=reserved, lost=lost)
 
     async def _answer(self, granted: Granted, dialogue: Dialogue) -> LineAnswer:
         def call(models: ServedModels, question: ModelRequest) -> ClientCall:
-            return _LineCall(models, question, partial(self._sent, granted))
+            return _LineCall(models, question, partial(self._sent, granted), granted)
 
         def ask(shape: RequestShape, _: object, send: Callable[[ModelRequest], ClientCall]) -> Awaitable[Reply]:
             return dialogue.ask(shape, send=send)
@@ -236,6 +259,8 @@ class RunningBatch(Entrant):
             self._refused[granted.line.number] = refused_for(error)
             raise
         granted.tokens = answer.tokens
+        account = self._turnstile.account(self.tenant)
+        account.longest = max(account.longest, answer.completion_tokens)
         if granted.sent_at and answer.ok:
             seconds, governor = self._clock() - granted.sent_at, self._turnstile.governor
             beside = max(granted.beside, self._turnstile.inflight - 1 + governor.active)
@@ -259,7 +284,7 @@ class RunningBatch(Entrant):
     def abandon(self) -> None:
         """End lines that were started and that the run has not begun."""
         for granted in self._granted.values():
-            self._turnstile.ended(self, 0, granted.expected, sent=bool(granted.sent_at), model=granted.model)
+            self._end(granted, 0, sent=bool(granted.sent_at))
         self._granted.clear()
 
     def take(self, result: AgentResult[object]) -> None:
@@ -268,7 +293,8 @@ class RunningBatch(Entrant):
         if self._travels and (granted := self._granted.pop(result.index, None)) is not None:
             self._lead_over(granted.line.group)
             tokens = result.usage.prompt_tokens + result.usage.completion_tokens
-            self._turnstile.ended(self, tokens, granted.expected, sent=True, model=granted.model)
+            granted.asked = not result.ok and result.error.type == Interrupted.type
+            self._end(granted, tokens, sent=True)
         if not result.ok:
             if result.error.type == Interrupted.type:
                 return
@@ -292,15 +318,24 @@ class RunningBatch(Entrant):
 
 
 class _LineCall(ClientCall):
-    __slots__ = ("_on_sent",)
+    __slots__ = ("_granted", "_on_sent")
 
-    def __init__(self, backend: ServedModels, request: ModelRequest, on_sent: Callable[[str], None]) -> None:
+    def __init__(
+        self, backend: ServedModels, request: ModelRequest, on_sent: Callable[[str], None], granted: Granted
+    ) -> None:
         super().__init__(backend, request)
-        self._on_sent = on_sent
+        self._on_sent, self._granted = on_sent, granted
 
     async def send(self, endpoint: str) -> Reply:
         self._on_sent(endpoint)
-        return await super().send(endpoint)
+        self._granted.asked = True
+        try:
+            reply = await super().send(endpoint)
+        except BackendError as error:
+            self._granted.asked = isinstance(error, Timeout) and not error.unreached  # it may have generated all
+            raise
+        self._granted.asked = False
+        return reply
 
 
 def line_spec(models: ServedModels, model: str | None, **options: Any) -> BatchSpec:
@@ -648,8 +683,7 @@ class ServedBatches:
         running.run = run
         tenant = await in_thread(self._tenant, batch.tenant)
         if tenant is not None:  # it may have come after the latest look at the books
-            account = self._turnstile.account(batch.tenant)
-            account.share, account.tokens_per_day = tenant.share, tenant.tokens_per_day
+            self._turnstile.set_terms(tenant.name, tenant.share, tenant.tokens_per_day)
         self._turnstile.enter(running)
         stops = self._stops[batch.id]
         stop = ""

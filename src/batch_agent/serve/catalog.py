@@ -65,10 +65,17 @@ CREATE TABLE IF NOT EXISTS idempotency (
 CREATE INDEX IF NOT EXISTS idempotency_batch ON idempotency (batch);
 CREATE TABLE IF NOT EXISTS usage (
     tenant TEXT NOT NULL, day INTEGER NOT NULL, tokens INTEGER NOT NULL, PRIMARY KEY (tenant, day));
+CREATE TABLE IF NOT EXISTS hold (
+    tenant TEXT NOT NULL, day INTEGER NOT NULL, owner TEXT NOT NULL, tokens INTEGER NOT NULL,
+    PRIMARY KEY (tenant, day, owner));
 CREATE TABLE IF NOT EXISTS notice (
     id TEXT PRIMARY KEY, tenant TEXT NOT NULL, body TEXT NOT NULL, due REAL NOT NULL, tries INTEGER NOT NULL DEFAULT 0);
 """
 MOST_NOTICES = 1000  # that wait for the webhook of a tenant; the oldest are dropped
+USED = (  # tokens of a day
+    "SELECT tenant, tokens, ' ' AS owner FROM usage WHERE day = ? "
+    "UNION ALL SELECT tenant, tokens, owner FROM hold WHERE day = ?"
+)
 TERMS = "json_set(terms, '$.name', name)"  # the document of a tenant; that of an operator may lack the name
 
 Wire = Literal["openai", "anthropic"]
@@ -106,6 +113,25 @@ class Tenant:
     @property
     def is_operator(self) -> bool:
         return self.name == OPERATOR
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """The tokens of a tenant that a process holds for its requests in flight, from ``least`` to ``most``. ``limit``: of
+    the day; None for none."""
+
+    tenant: str
+    least: int
+    most: int
+    limit: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class DayTokens:
+    """Tokens by tenant. ``used``: today, with the holds of other processes; ``held``: by this process."""
+
+    used: Mapping[str, int]
+    held: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -612,19 +638,38 @@ class Catalog:
 
     # Tokens by day
 
-    def add_usage(self, tokens: Mapping[str, int]) -> None:
-        """Count tokens of tenants for today."""
-        day = int(self._clock() // 86400)
-        with self._writing() as db:
-            for tenant, count in tokens.items():
-                db.execute(
-                    "INSERT INTO usage VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET tokens = tokens + excluded.tokens",
-                    (tenant, day, count),
-                )
+    def count_tokens(self, owner: str, used: Mapping[str, int], holds: Sequence[Hold]) -> DayTokens:
+        """Count tokens that tenants used, and set what a process holds, within the limit of the day. A hold counts as
+        used for all others, and for the processes that come after a kill, until its day ends."""
+        day, held = self._today(), dict[str, int]()
+        if used or holds:
+            with self._writing() as db:
+                for tenant, count in used.items():
+                    db.execute(
+                        "INSERT INTO usage VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET "
+                        "tokens = tokens + excluded.tokens",
+                        (tenant, day, count),
+                    )
+                db.execute("DELETE FROM hold WHERE day < ?", (day - 1,))
+                for hold in holds:
+                    db.execute("DELETE FROM hold WHERE tenant = ? AND owner = ?", (hold.tenant, owner))
+                    (counted,) = db.execute(
+                        f"SELECT SUM(tokens) FROM ({USED}) WHERE tenant = ?", (day, day, hold.tenant)
+                    )
+                    most = hold.most if hold.limit is None else min(hold.most, hold.limit - (counted[0] or 0))
+                    tokens = held[hold.tenant] = max(hold.least, most)
+                    if tokens:
+                        db.execute("INSERT INTO hold VALUES (?, ?, ?, ?)", (hold.tenant, day, owner, tokens))
+        return DayTokens(self.used_today(owner), held)
 
-    def used_today(self) -> dict[str, int]:
-        found = self._rows("SELECT tenant, tokens FROM usage WHERE day = ?", int(self._clock() // 86400))
-        return {tenant: int(tokens) for tenant, tokens in found}
+    def used_today(self, owner: str = "") -> dict[str, int]:
+        """Return the tokens that each tenant used today, with what processes hold, except ``owner``."""
+        day = self._today()
+        query = f"SELECT tenant, SUM(tokens) FROM ({USED}) WHERE owner != ? GROUP BY tenant"
+        return {tenant: int(tokens) for tenant, tokens in self._rows(query, day, day, owner)}
+
+    def _today(self) -> int:
+        return int(self._clock() // 86400)
 
     # Notices to webhooks
 

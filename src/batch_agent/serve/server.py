@@ -43,6 +43,7 @@ from batch_agent.serve.catalog import ConfiguredTenant, ServedBatch, Tenant, lab
 from batch_agent.serve.clock import ServedClock, since_boot
 from batch_agent.serve.directory import ERRORS, LOCK_FILE, OUTPUT, PART, Presence, claim
 from batch_agent.serve.governor import Governor
+from batch_agent.serve.ledger import TokenLedger
 from batch_agent.serve.models import ServedModels
 from batch_agent.serve.objects import batch_object, read_limit, shown_beside
 from batch_agent.serve.parts import ServerParts
@@ -128,12 +129,14 @@ class BatchService:
                 follower.use(await self.models.models())
             extent.push_async_callback(self._close, dispatcher)
             self.webhooks = Webhooks(self.catalog, options.now)
-            governor = Governor(options.interactive_latency)
-            travels = bool(options.store)
+            self.ledger = ledger = TokenLedger(self.catalog)
+            extent.push_async_callback(ledger.close)
+            governor, travels = Governor(options.interactive_latency), bool(options.store)
             self.upstreams = ModelServers(self.models, dispatcher, options.now)
             self.turnstile = Turnstile(
                 dispatcher,
                 governor,
+                ledger,
                 now=options.now,
                 blocked=self.blocked,
                 stopped=self.upstreams.stopped,
@@ -168,6 +171,7 @@ class BatchService:
         """Start the parts that work until the server ends, and continue its batches."""
         self.parts = parts
         parts.start("lines", self.turnstile.run)
+        parts.start("tokens", self.ledger.run)
         parts.start("webhooks", self.webhooks.run)
         parts.start("upstreams", self.upstreams.run)
         if self.models.capabilities.reports_load:
@@ -321,17 +325,9 @@ class BatchService:
 
     async def _keep_books(self) -> None:
         """Write what tenants have used, and read their terms, which may have changed."""
-        spent = self.turnstile.take_spent()
-        if spent:
-            try:
-                await in_thread(self.catalog.add_usage, spent)
-            except StoreError:
-                for tenant, tokens in spent.items():
-                    self.turnstile.spent[tenant] = self.turnstile.spent.get(tenant, 0) + tokens
-                raise
-        tenants = await in_thread(self.catalog.tenants)
-        used = await in_thread(self.catalog.used_today)
-        self.turnstile.set_terms({each.name: (each.share, each.tokens_per_day) for each in tenants}, used)
+        for each in await in_thread(self.catalog.tenants):
+            self.turnstile.set_terms(each.name, each.share, each.tokens_per_day)
+        await self.ledger.write()
         revoked = await in_thread(self.catalog.revoked)  # a tenant may be unknown if the catalog was lost
         unfinished = await in_thread(self.catalog.unfinished)
         await self.batches.take_over(unfinished)
@@ -453,9 +449,9 @@ class Admin:
         }
         if own is not None:
             account = turnstile.account(own)
-            return {**document, "tokens_today": account.today, "lines_in_flight": account.inflight}
+            return {**document, **self._tokens(own), "lines_in_flight": account.inflight}
         tenants: JsonObject = {
-            label_of(name): {"share": account.share, "tokens_today": account.today, "lines_in_flight": account.inflight}
+            label_of(name): {"share": account.share, **self._tokens(name), "lines_in_flight": account.inflight}
             for name, account in sorted(turnstile.accounts.items())
         }
         people = {
@@ -470,6 +466,10 @@ class Admin:
             "tenants": tenants,
             "endpoints": [*self._service.upstreams.shown()],
         }
+
+    def _tokens(self, tenant: str) -> JsonObject:
+        ledger = self._service.ledger
+        return {"tokens_today": ledger.today(tenant), "tokens_reserved": ledger.reserved(tenant)}
 
     # Prometheus
 

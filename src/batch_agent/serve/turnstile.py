@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf, isinf
 
@@ -18,6 +18,7 @@ from batch_agent.backends.base import Load
 from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.scheduler.server import Endpoint
 from batch_agent.serve.governor import Governor
+from batch_agent.serve.ledger import TokenLedger
 
 PENDING = 32  # lines that were started and have not asked for a slot yet
 TICK_SECONDS = 0.2  # between two looks at conditions that are not reported
@@ -36,20 +37,10 @@ class TenantAccount:
     """What a tenant has used. ``used``: tokens divided by its share, counted from the least of all at its start."""
 
     share: float = 1.0
-    tokens_per_day: int | None = None
     used: float = 0.0
-    today: int = 0
     inflight: int = 0
-    pledged: float = 0.0  # tokens that its lines in flight will use
     tokens: int = 0  # in all, since this process started
-
-    @property
-    def has_tokens(self) -> bool:
-        return self.tokens_per_day is None or self.today < self.tokens_per_day
-
-    @property
-    def may_start(self) -> bool:
-        return self.tokens_per_day is None or self.today + self.pledged < self.tokens_per_day
+    longest: int = 0  # tokens of its longest answer
 
 
 class Entrant(ABC):
@@ -63,6 +54,8 @@ class Entrant(ABC):
         self.answered = 0
         self.per_line = 0.0  # tokens
         self.began = 0.0  # loop time at which its first line started
+        self.needs = 0, 0  # tokens of the day that the offered line needs, at least and at most
+        self.reserved = 0  # tokens of the day that are reserved for the line that starts
 
     @property
     @abstractmethod
@@ -95,6 +88,7 @@ class Turnstile:
         self,
         dispatcher: Dispatcher,
         governor: Governor,
+        ledger: TokenLedger,
         *,
         now: Callable[[], float],
         blocked: Callable[[], str] = lambda: "",
@@ -102,6 +96,7 @@ class Turnstile:
         travels: bool = False,
     ) -> None:
         self._dispatcher, self.governor, self._now, self._blocked = dispatcher, governor, now, blocked
+        self.ledger, ledger.changed = ledger, self.touch
         self.stopped, self._travels = stopped, travels
         self._flying: Counter[str] = Counter()  # lines in flight, by model
         self._unsent: Counter[str] = Counter()  # of these, lines that have not asked for a slot yet
@@ -111,7 +106,6 @@ class Turnstile:
         self.accounts: dict[str, TenantAccount] = {}
         self.entrants: dict[str, Entrant] = {}
         self.inflight = 0
-        self.spent: dict[str, int] = {}  # tokens by tenant that are not in the catalog yet
         self.why = ""  # why lines wait, for people
         self._queued: dict[str, float] = {}  # by endpoint: loop time at which its engine last had a queue
         self._sends: dict[str, deque[float]] = {}  # by endpoint: loop times at which requests were sent, the latest
@@ -175,13 +169,9 @@ class Turnstile:
         """Return the lines in flight, without those that wait for a server to come back."""
         return self.inflight - sum(lines for model, lines in self._flying.items() if lines and self.stopped(model))
 
-    def set_terms(self, terms: Mapping[str, tuple[float, int | None]], used_today: Mapping[str, int]) -> None:
-        """Set share and daily tokens of each tenant, and what each used today."""
-        for name, (share, tokens) in terms.items():
-            account = self.account(name)
-            account.share, account.tokens_per_day = share, tokens
-        for name, account in tuple(self.accounts.items()):  # a thread may ask for another one
-            account.today = used_today.get(name, 0) + self.spent.get(name, 0)
+    def set_terms(self, tenant: str, share: float, tokens_per_day: int | None) -> None:
+        self.account(tenant).share = share
+        self.ledger.set_limit(tenant, tokens_per_day)
         self.touch()
 
     @property
@@ -193,8 +183,19 @@ class Turnstile:
         self._unsent[model] = max(0, self._unsent[model] - 1)
         self.touch()
 
-    def ended(self, entrant: Entrant, tokens: int, expected: float, *, sent: bool, model: str = "") -> None:
-        """A line has ended, after ``tokens``; ``expected`` were counted when it was started."""
+    def ended(
+        self,
+        entrant: Entrant,
+        tokens: int,
+        expected: float,
+        *,
+        sent: bool,
+        model: str = "",
+        reserved: int = 0,
+        lost: int = 0,
+    ) -> None:
+        """A line has ended, after ``tokens``; ``expected`` were counted when it was started, and ``reserved`` of the
+        day. ``lost``: tokens of an answer that was not awaited."""
         self._flying[model] -= 1
         if not sent:
             self._unsent[model] = max(0, self._unsent[model] - 1)
@@ -205,23 +206,16 @@ class Turnstile:
         if not self.inflight:
             self._idle.set()
         account.used += (tokens - expected) / account.share
-        account.pledged -= expected
+        self.spend(entrant.tenant, tokens + lost, reserved)
         if tokens:
             entrant.answered += 1
             entrant.per_line += (tokens - entrant.per_line) * max(LINE_WEIGHT, 1 / entrant.answered)
-            self.spend(entrant.tenant, tokens)
         self.touch()
 
-    def spend(self, tenant: str, tokens: int) -> None:
-        """Count tokens of a tenant: of lines, or of its interactive requests."""
-        account = self.account(tenant)
-        account.today += tokens
-        account.tokens += tokens
-        self.spent[tenant] = self.spent.get(tenant, 0) + tokens
-
-    def take_spent(self) -> dict[str, int]:
-        spent, self.spent = self.spent, {}
-        return spent
+    def spend(self, tenant: str, tokens: int, reserved: int) -> None:
+        """Count tokens of a tenant, of a line or of an interactive request, in place of what was reserved."""
+        self.account(tenant).tokens += tokens
+        self.ledger.settle(tenant, reserved, tokens)
 
     async def wait_idle(self) -> None:
         """Wait until no line is in flight."""
@@ -268,7 +262,7 @@ class Turnstile:
         entrant, size = chosen
         expected, account = entrant.expected(size), self.account(entrant.tenant)
         account.used += expected / account.share
-        account.pledged += expected
+        entrant.reserved = self.ledger.take(entrant.tenant, *entrant.needs)
         for one in (account, entrant, self):
             one.inflight += 1
         self._flying[entrant.model] += 1
@@ -295,9 +289,9 @@ class Turnstile:
         if why := self._blocked():
             self.why = why
             return None
-        within = [one for one in offered if self.account(one[0].tenant).may_start]
+        within = [one for one in offered if self.ledger.may_take(one[0].tenant, *one[0].needs)]
         if not within:
-            if not any(self.account(one[0].tenant).has_tokens for one in offered):
+            if all(self.ledger.is_used_up(one[0].tenant) for one in offered):
                 self.why = "the tokens of this day are used up"
             return None
         governor = self.governor

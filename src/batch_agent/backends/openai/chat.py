@@ -448,6 +448,7 @@ SCHEMA, LOGPROBS = "schema", "logprobs"  # the options that a server may refuse
 NOT_TOLD = -9999.0  # in place of a log-probability that a server does not know
 ALTERNATIVES = 5  # tokens reported at each place of an answer; some servers refuse more
 OTHER_WIRES = ("completions", "embeddings")  # that these servers have beside their conversations
+STREAMS_USAGE = ("chat", "completions")  # wires whose streams have the usage only if it is asked for
 LISTING_SECONDS = 5.0  # to list the models for an error message
 
 
@@ -580,6 +581,9 @@ class OpenAIServer(HttpBackend[bytes]):
         fields, headers = super().write_own(client, request)
         more, own = self.tail_of(request)
         fields["model"] = self._dialect.deployment or request.shape.model
+        if request.relay is not None and client.wire in STREAMS_USAGE and self._dialect.stream_options:
+            options = fields.get("stream_options")
+            fields["stream_options"] = {**(options if isinstance(options, dict) else {}), "include_usage": True}
         return {**more, **fields}, {**(headers or {}), **(own or {})}
 
     def write_body(self, head: bytes, request: ModelRequest) -> tuple[bytes, Mapping[str, str] | None]:

@@ -1,0 +1,253 @@
+"""Tokens of tenants by day: what was used, and what requests in flight may still use.
+
+A request of a tenant with a limit reserves the most tokens that it may use before it is sent, and settles what it used
+afterwards. What is reserved is on disk first: a ``hold`` of this process in the catalog, at least as large as all
+reservations together. So requests that come at once do not pass the limit together, also those of several processes;
+and after a kill, the hold counts as used until the day ends. Holds are changed by one writer, for all tenants and all
+requests that wait at that time, in one transaction. Without a limit nothing is reserved, and tokens are only counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from batch_agent.blocking import in_thread
+from batch_agent.errors import StoreError
+from batch_agent.serve.catalog import Catalog, Hold
+
+logger = logging.getLogger("batch_agent")
+
+COUNT_SECONDS = 0.25  # that used tokens may wait for the writer
+AGAIN_SECONDS = 1.0  # after a write that failed
+AHEAD = 16  # lines that a hold is enlarged for at once, at most
+AHEAD_PART = 1 / 16  # of the tokens that are left, at most
+
+
+class DayUsed(Exception):
+    """The tokens of the day do not suffice. ``for_now``: they would, without the requests that are in flight."""
+
+    def __init__(self, *, for_now: bool) -> None:
+        super().__init__()
+        self.for_now = for_now
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    least: int
+    most: int
+    granted: asyncio.Future[int]
+
+
+@dataclass(slots=True, eq=False)
+class _Budget:
+    """Of one tenant. ``used``: of today, as the catalog had it last, with the holds of other processes."""
+
+    limit: int | None = None
+    used: int = 0
+    settled: int = 0  # used, and not in the catalog yet
+    reserved: int = 0  # by requests in flight of this process
+    held: int = 0  # in the catalog for them
+    ahead: int = 0  # that the next write adds for lines
+    refused: int | None = None  # what lines asked for, and could not get
+    waiters: list[_Waiter] = field(default_factory=list)
+
+    @property
+    def free(self) -> int:
+        """Tokens of the hold that a request may reserve. What was used counts as held until it is written."""
+        return self.held - self.reserved - self.settled
+
+
+class TokenLedger:
+    """``changed`` is called when lines that had no tokens may have some now."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog, self._owner = catalog, secrets.token_hex(8)
+        self._budgets: dict[str, _Budget] = {}
+        self._due = asyncio.Event()  # something is to be written soon
+        self._urgent = asyncio.Event()  # someone waits for it
+        self._writing = asyncio.Lock()
+        self.changed: Callable[[], None] = lambda: None
+
+    def set_limit(self, tenant: str, limit: int | None) -> None:
+        """Set the tokens that a tenant may use in a day; None: any number."""
+        budget = self._budget(tenant)
+        if budget.limit != limit:
+            budget.limit, budget.refused = limit, None
+
+    def limit(self, tenant: str) -> int | None:
+        """Return the tokens that a tenant may use in a day; None: any number."""
+        return self._budget(tenant).limit
+
+    def today(self, tenant: str) -> int:
+        """Return the tokens that a tenant used today."""
+        budget = self._budget(tenant)
+        return budget.used + budget.settled
+
+    def reserved(self, tenant: str) -> int:
+        """Return the tokens that requests in flight may still use."""
+        return self._budget(tenant).reserved
+
+    def is_used_up(self, tenant: str) -> bool:
+        """Return whether a line waits for tokens, and no request in flight may give some back."""
+        budget = self._budget(tenant)
+        return budget.refused is not None and not budget.reserved
+
+    # Before a request is sent
+
+    async def reserve(self, tenant: str, least: int, most: int) -> int:
+        """Reserve from ``least`` to ``most`` tokens for a request, and return their number; 0 without a limit. Raises
+        DayUsed."""
+        budget = self._budget(tenant)
+        if budget.limit is None:
+            return 0
+        waiter = _Waiter(least, max(least, most), asyncio.get_running_loop().create_future())
+        if least > budget.limit:
+            raise DayUsed(for_now=False)
+        budget.waiters.append(waiter)
+        self._grant_waiters(budget)
+        if not waiter.granted.done():
+            self._wake(urgent=True)
+        try:
+            return await waiter.granted
+        except asyncio.CancelledError:
+            if waiter in budget.waiters:
+                budget.waiters.remove(waiter)
+            elif waiter.granted.done() and not waiter.granted.cancelled() and waiter.granted.exception() is None:
+                self.settle(tenant, waiter.granted.result(), 0)
+            raise
+
+    def may_take(self, tenant: str, least: int, most: int) -> bool:
+        """Return whether a line may start now. If not, more tokens are asked for."""
+        budget = self._budget(tenant)
+        if budget.limit is None or (budget.free >= least and not budget.waiters):
+            return True
+        if budget.refused is None or least < budget.refused:
+            left = max(0, budget.limit - self.today(tenant) - budget.reserved)
+            budget.ahead = max(budget.ahead, least, min(AHEAD * most, int(left * AHEAD_PART)))
+            self._wake(urgent=True)
+        return False
+
+    def take(self, tenant: str, least: int, most: int) -> int:
+        """Reserve tokens for a line that may start, and return their number; 0 without a limit."""
+        budget = self._budget(tenant)
+        if budget.limit is None:
+            return 0
+        granted = max(least, min(most, budget.free))
+        budget.reserved += granted
+        return granted
+
+    # After it
+
+    def settle(self, tenant: str, reserved: int, used: int) -> None:
+        """Count what a request used, in place of what was reserved for it."""
+        budget = self._budget(tenant)
+        budget.reserved -= reserved
+        budget.settled += used
+        budget.refused = None
+        if reserved or used:
+            self._wake(urgent=bool(budget.waiters))
+            self.changed()
+
+    # The writer
+
+    async def run(self) -> None:
+        """Write until cancelled."""
+        while True:
+            await self._due.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(COUNT_SECONDS):
+                    await self._urgent.wait()
+            try:
+                await self.write()
+            except StoreError as error:
+                logger.warning("tokens cannot be counted now: %s", error)
+                await asyncio.sleep(AGAIN_SECONDS)
+
+    async def write(self) -> None:
+        """Write what was used, change the holds to what requests need, and read what other processes used. Raises
+        StoreError; requests that wait for tokens raise it too."""
+        async with self._writing:
+            self._due.clear()
+            self._urgent.clear()
+            asked, used, holds = dict[str, tuple[list[_Waiter], int]](), dict[str, int](), list[Hold]()
+            for name, budget in self._budgets.items():
+                wanted = sum(waiter.most for waiter in budget.waiters)
+                if wanted or budget.ahead or budget.held != budget.reserved:
+                    holds.append(Hold(name, budget.reserved, budget.reserved + wanted + budget.ahead, budget.limit))
+                    asked[name] = [*budget.waiters], budget.ahead
+                    budget.ahead, budget.held = 0, budget.reserved  # nothing else is taken until it is written
+                if budget.settled:
+                    used[name], budget.settled = budget.settled, 0
+                    budget.used += used[name]
+            try:
+                counted = await in_thread(self._catalog.count_tokens, self._owner, used, holds)
+            except BaseException as error:
+                for name, tokens in used.items():
+                    self._budgets[name].used -= tokens
+                    self._budgets[name].settled += tokens
+                if isinstance(error, StoreError):
+                    for name, (waiters, _) in asked.items():
+                        self._refuse(self._budgets[name], waiters, error)
+                raise
+            for name, budget in tuple(self._budgets.items()):
+                if budget.used != counted.used.get(name, 0):
+                    budget.used, budget.refused = counted.used.get(name, 0), None
+                if name in asked:
+                    budget.held = counted.held[name]
+                    self._grant(budget, *asked[name])
+            self.changed()
+
+    async def close(self) -> None:
+        """Count everything. What is reserved now belongs to requests that are not awaited: it counts as used."""
+        for budget in self._budgets.values():
+            budget.settled += budget.reserved
+            budget.reserved = 0
+        try:
+            await self.write()
+        except StoreError as error:
+            logger.warning("the latest tokens were not counted: %s", error)
+
+    def _grant(self, budget: _Budget, waiters: list[_Waiter], ahead: int) -> None:
+        self._grant_waiters(budget)
+        left = [waiter for waiter in waiters if waiter in budget.waiters]
+        limit = budget.limit or 0
+        for waiter in left:
+            for_now = budget.used + budget.settled + waiter.least <= limit
+            self._refuse(budget, [waiter], DayUsed(for_now=for_now))
+        if ahead and budget.free < ahead:
+            budget.refused = ahead if budget.refused is None else min(ahead, budget.refused)
+        if budget.waiters or budget.ahead:
+            self._wake(urgent=True)
+
+    def _grant_waiters(self, budget: _Budget) -> None:
+        for waiter in tuple(budget.waiters):
+            free = budget.free
+            if waiter.least <= free:
+                budget.waiters.remove(waiter)
+                granted = min(waiter.most, free)
+                budget.reserved += granted
+                if not waiter.granted.done():
+                    waiter.granted.set_result(granted)
+
+    def _refuse(self, budget: _Budget, waiters: list[_Waiter], error: Exception) -> None:
+        for waiter in waiters:
+            if waiter in budget.waiters:
+                budget.waiters.remove(waiter)
+            if not waiter.granted.done():
+                waiter.granted.set_exception(error)
+
+    def _budget(self, tenant: str) -> _Budget:
+        budget = self._budgets.get(tenant)
+        if budget is None:
+            budget = self._budgets[tenant] = _Budget()
+        return budget
+
+    def _wake(self, *, urgent: bool) -> None:
+        self._due.set()
+        if urgent:
+            self._urgent.set()
