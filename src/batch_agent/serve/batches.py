@@ -8,9 +8,7 @@ where the last one was killed: a line whose answer is recorded is not asked agai
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
-import os
 import secrets
 import sqlite3
 from collections import deque
@@ -41,7 +39,7 @@ from batch_agent.run.shared import Shared
 from batch_agent.serve import ServeOptions
 from batch_agent.serve.asking import ClientCall, LineAnswer, answer_line, ask_line, failed_line, line_needs, refused_for
 from batch_agent.serve.catalog import Catalog, CatalogError, ServedBatch, StoredFile, Tenant
-from batch_agent.serve.directory import BATCHES, INPUT, PART, RUN, move_to_lost
+from batch_agent.serve.directory import BATCHES, INPUT, PART, RUN, is_full, move_to_lost
 from batch_agent.serve.lines import BatchLine, BatchLines, Checked, Tallied, UnreadableLine, check_lines, with_files
 from batch_agent.serve.models import ServedModels
 from batch_agent.serve.objects import notice_of
@@ -78,17 +76,6 @@ class RunEnded(Exception):
 
 class InUse(StoreError):
     """Another process works on a batch."""
-
-
-def is_full(error: BaseException | None) -> bool:
-    """Return whether a failure is that of a full disk."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            return True
-        if "disk is full" in str(error) or os.strerror(errno.ENOSPC) in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 @dataclass(slots=True, eq=False)

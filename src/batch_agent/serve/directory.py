@@ -6,6 +6,7 @@ random id, so that a running server notices if the directory is away, or if anot
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import sqlite3
@@ -154,3 +155,14 @@ def move_to_lost(data: Path, path: Path) -> Path:
         free = target.with_name(f"{target.name}.{number}")
     path.rename(free)
     return free
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Return whether a failure is that of a full disk."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return True
+        if "disk is full" in str(error) or os.strerror(errno.ENOSPC) in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
