@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import shlex
+import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,8 +17,9 @@ from commandline import Outcome, batch_agent
 from tests.warm import start
 
 from batch_agent.backends.registry import BACKEND_VARIABLE
-from batch_agent.cli.exit_status import ALL_OK, PILOT, RUN_FAILED
-from batch_agent.testing import Say, ScriptedServer
+from batch_agent.cli.exit_status import ALL_OK, PILOT, ROWS_FAILED, RUN_FAILED
+from batch_agent.record.reader import look
+from batch_agent.testing import Hang, Request, Say, ScriptedServer
 from batch_agent.trust.order import KeyedOrder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "record"))
@@ -202,3 +204,65 @@ async def test_the_score_at_the_stop_is_one_of_the_pilot_and_a_random_sample_of_
     code, text, _ = await bench("score", bench.run, "--json")
     later = json.loads(text)
     assert (later["basis"], later["population"], later["pending"]) == ("random", ROWS, 0)
+
+
+@pytest.mark.parametrize("bench", ["alone"], indirect=True)
+async def test_no_answer_of_the_pilot_is_paid_twice_after_kill_9(bench: Bench) -> None:
+    answered: list[str] = []
+    hangs = True
+
+    def script(request: Request) -> Say | Hang:
+        if hangs and len(answered) >= 5:
+            return Hang()
+        answered.append(request.text)
+        return Say(request.text)
+
+    async with ScriptedServer(script, models=["m"]) as server:
+        more = ("--backend", server.backend_url, "--max-inflight", "1")
+        command = ("-m", "batch_agent", *TASK, "--run-dir", "run", "--pilot", str(FEW), *more)
+        process = await start(*command, cwd=bench.directory)
+        while server.received < 6 or look(bench.directory / "run").latest.ok < 5:  # the sixth hangs
+            await asyncio.sleep(0.02)
+        process.kill()
+        await process.wait()
+        hangs = False
+        stopped = await bench("resume", "run")
+        assert stopped.code == PILOT, stopped.stderr
+        assert (len(answered), len(set(answered))) == (FEW, FEW)
+        assert (await bench(*continuing(stopped))).code == ALL_OK
+    assert sorted(answered) == sorted(f"Say word {number}" for number in range(ROWS))
+
+
+@pytest.mark.parametrize("bench", ["alone"], indirect=True)
+async def test_worker_processes_stop_after_the_pilot_too(bench: Bench) -> None:
+    stopped = await bench.begin("--pilot", str(FEW), "--processes", "2")
+    assert (stopped.code, bench.written, bench.asked) == (PILOT, ids(FEW), FEW)
+    assert (await bench(*continuing(stopped))).code == ALL_OK
+    assert (len(bench.written), bench.asked) == (ROWS, ROWS)
+
+
+@pytest.mark.parametrize("bench", ["alone"], indirect=True)
+async def test_another_prompt_in_the_same_directory_is_another_pilot(bench: Bench) -> None:
+    assert (await bench.begin("--pilot", str(FEW))).code == PILOT
+    again = await bench("resume", "run", "--task", "Tell {word}", "--resend")
+    assert (again.code, bench.asked) == (PILOT, 2 * FEW)
+    kept = await bench("resume", "run", "--task", "Say {word}", "--keep-answers")
+    assert (kept.code, bench.asked) == (ALL_OK, FEW + ROWS), kept.stderr
+
+
+@pytest.mark.parametrize("bench", ["alone"], indirect=True)
+async def test_ctrl_c_at_the_question_ends_the_run_which_can_be_resumed(bench: Bench) -> None:
+    controller, terminal = pty.openpty()
+    command = ("-m", "batch_agent", *TASK, "--run-dir", "run", "--pilot", str(FEW))
+    process = await start(*command, cwd=bench.directory, stdin=terminal, stderr=terminal, env=dict(os.environ))
+    os.close(terminal)
+    loop, seen = asyncio.get_running_loop(), b""
+    while b"(y/N)" not in seen:
+        seen += await loop.run_in_executor(None, os.read, controller, 65536)
+    process.send_signal(signal.SIGINT)
+    reading = loop.run_in_executor(None, read_until_closed, controller, b"")
+    assert await asyncio.wait_for(process.wait(), 20) == ROWS_FAILED
+    await reading
+    assert bench.asked == FEW
+    assert (await bench("resume", "run")).code == PILOT
+    assert bench.asked == FEW
