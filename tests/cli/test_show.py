@@ -284,3 +284,20 @@ def test_a_row_that_was_cut_off_is_shown_with_what_the_model_wrote(capsys: pytes
     assert "1 turn and one that was cut off, 30 tokens in, 8 out" in text
     assert 'assistant, cut off\n    {"mood": "rather\n' in text
     assert text.index("look_up answers") < text.index("assistant, cut off") < text.index("Truncated:")
+
+
+def test_a_row_with_samples_shows_its_votes_and_doubts(capsys: pytest.CaptureFixture[str]) -> None:
+    moods = iter(["bad", "good", "good"])
+    BatchAgent.run_sync(
+        task="Judge {text}",
+        inputs=[{"id": "m0", "text": "lovely"}],
+        output_schema={"mood": "good|bad", "why": "text"},
+        samples=3,
+        doubt=True,
+        backend=ScriptedBackend(lambda request: Say(json.dumps({"mood": next(moods), "why": "so"}))),
+        run_dir="runs/votes",
+    )
+    text = shown(capsys, "show", "runs/votes", "--row", "m0")
+    assert "3 turns" in text
+    assert "votes of 3 samples; the conversation above is that of the first\n    mood: bad 1, good 2; 1 against" in text
+    assert "doubt, from 0 to 1\n    mood: 0.33\n    why: not known" in text

@@ -94,6 +94,23 @@ def test_booleans_null_and_texts_have_a_doubt_and_long_values_have_none() -> Non
     assert found == {"sure": 0.1, "mood": 0.2, "city": 0.3}
 
 
+def test_the_size_of_a_value_is_that_of_its_text_and_a_class_may_be_long() -> None:
+    of = {"name": {"type": "string"}, "kind": {"enum": ["x" * 70, "y"]}}
+    text = json.dumps({"name": "\u00f6" * 30, "kind": "x" * 70})
+    assert doubts(text, token(text, 0.9), of=of) == {"name": 0.1, "kind": 0.1}
+    longer = json.dumps({"name": "\u00f6" * 33, "kind": "y"})
+    assert doubts(longer, token(longer, 0.9), of=of) == {"kind": 0.1}
+    assert doubts(longer, token("x"), of=of) == {"kind": None}
+
+
+def test_the_quote_of_a_value_that_may_be_null_counts_only_with_alternatives() -> None:
+    of = {"mood": {"anyOf": [{"enum": ["good"]}, {"type": "null"}]}}
+    said = [token('{"mood":'), token(' "', 0.5), token("good", 0.9), token('"}')]
+    assert doubts('{"mood": "good"}', *said, of=of) == {"mood": 0.1}
+    said[1] = token(' "', 0.5, **{" null": 0.25, " {": 0.25})
+    assert doubts('{"mood": "good"}', *said, of=of) == {"mood": 0.4}
+
+
 def test_escapes_and_split_characters_are_found_by_their_bytes() -> None:
     of = {"city": {"type": "string"}}
     text = r'{"city": "K\u00f6ln \"am\" Rhein"}'

@@ -19,7 +19,8 @@ from pydantic import JsonValue
 from batch_agent.messages import TokenChance
 from batch_agent.trust.gold import OUTPUT, GoldField
 
-LONGEST = 64  # bytes of a value
+LONGEST = 64  # bytes of a value that is no class
+CLASSES = ("class", "boolean", "integer")
 DEEPEST = 64  # of the JSON of an answer
 Span: TypeAlias = tuple[int, int]  # of bytes
 
@@ -38,9 +39,9 @@ def doubts_of(
     *,
     reasoned: bool = False,
 ) -> dict[str, float | None]:
-    """Return the doubt of each field whose value has at most 64 bytes. ``fields`` are those of an answer that are no
-    objects. ``documents`` are the parts of the text that may be its JSON, the likeliest first. ``reasoned``: the tokens
-    may begin with a reasoning that the text does not have."""
+    """Return the doubt of each field that is a class, or whose value has at most 64 bytes. ``fields`` are those of an
+    answer that are no objects. ``documents`` are the parts of the text that may be its JSON, the likeliest first.
+    ``reasoned``: the tokens may begin with a reasoning that the text does not have."""
     answer = text.encode("utf-8", "surrogatepass")
     is_text = len(fields) == 1 and _is_text(fields[0])
     spans = _span_of_text(answer) if is_text else _spans(answer, documents)
@@ -48,14 +49,20 @@ def doubts_of(
     doubts: dict[str, float | None] = {}
     for field in fields:
         span = spans.get(field.name)
-        if span is None or found is None:
+        if span is None:
             doubts[field.name] = None
             continue
         literal = answer[slice(*span)]
         quoted = not is_text and literal[:1] == b'"'
-        if len(literal) - 2 * quoted <= LONGEST:
-            doubts[field.name] = found.doubt(field, span, quoted=quoted, options=_options(field, literal))
+        if field.kind in CLASSES or _size(literal, quoted=quoted) <= LONGEST:
+            options = _options(field, literal)
+            doubts[field.name] = None if found is None else found.doubt(field, span, quoted=quoted, options=options)
     return doubts
+
+
+def _size(literal: bytes, *, quoted: bool) -> int:
+    """Return the bytes of a value, which may be written with escapes."""
+    return len(json.loads(literal).encode("utf-8", "surrogatepass")) if quoted else len(literal)
 
 
 def _is_text(field: GoldField) -> bool:
@@ -197,7 +204,8 @@ class _Tokens:
                 continue
             chance = None if options is None else self._share(token, at, span, options)
             if chance is None:
-                if at >= span[1] - quoted:  # without alternatives, what comes after a value says nothing about it
+                # Without alternatives, the quotes and what comes after a value say nothing about it.
+                if at >= span[1] - quoted or (quoted and until <= span[0] + 1):
                     continue
                 chance = token.chance
             if chance is None:
@@ -262,7 +270,7 @@ def _continues(rest: bytes, said: bytes, *, is_number: bool) -> bool:
 def _options(field: GoldField, literal: bytes) -> _Options | None:
     """Return the values that a field may have; None if they cannot be listed."""
     values: list[JsonValue] = [True, False] if field.kind == "boolean" else [*field.allowed]
-    if field.kind not in ("class", "boolean", "integer"):
+    if field.kind not in CLASSES:
         return None
     if field.nullable:
         values.append(None)

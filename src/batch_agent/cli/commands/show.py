@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
+from typing import cast
 
 from batch_agent.agent.prepare import Prepared
 from batch_agent.agent.transcript import repairs
@@ -264,7 +265,8 @@ def _heading(record: Record | None, past: Past | None, stage: str) -> str:
     if isinstance(total, int | float):
         facts.append(duration(total))
     if past is not None:
-        facts.append(counted(len(past.replies), "turn") + (" and one that was cut off" if _cut_off(past) else ""))
+        turns = cast(int, record["turns"]) if record is not None and record.get("votes") else len(past.replies)
+        facts.append(counted(turns, "turn") + (" and one that was cut off" if _cut_off(past) else ""))
         tokens = _tokens(record, past)
         facts.append(f"{tokens[0]:,} tokens in, {tokens[1]:,} out")
     cost = (record or {}).get("cost")
@@ -381,9 +383,25 @@ def _end(record: Record | None, past: Past | None, page: Page) -> Iterator[str]:
             yield page.said("output", output)
     elif output is not None:
         yield page.said("output", to_json(output).decode())
+    yield from _trust(record or {}, page)
     artifacts = (record or {}).get("artifacts")
     for name, path in artifacts.items() if isinstance(artifacts, dict) else ():
         yield from _artifact(harmless(str(name)), Path(str(path)), page)
+
+
+def _trust(record: Record, page: Page) -> Iterator[str]:
+    """Yield how the samples of a row voted, and how much its fields are doubted."""
+    votes, doubts, samples = record.get("votes"), record.get("doubts"), record.get("samples")
+    lines = []
+    for name, vote in votes.items() if isinstance(votes, dict) else ():
+        counts = ", ".join(f"{value} {count}" for value, count in vote["counts"].items())
+        lines.append(f"{name}: {counts}; {vote['against']} against")
+    if lines:
+        asked = f" of {counted(len(samples), 'sample')}" if isinstance(samples, list) else ""
+        yield page.said(f"votes{asked}; the conversation above is that of the first", "\n".join(lines))
+    if isinstance(doubts, dict):
+        known = (f"{name}: {'not known' if doubt is None else f'{doubt:.2f}'}" for name, doubt in doubts.items())
+        yield page.said("doubt, from 0 to 1", "\n".join(known))
 
 
 def _artifact(name: str, path: Path, page: Page) -> Iterator[str]:
