@@ -142,9 +142,10 @@ def headlines() -> Iterator[str]:
         if found := read(f"kv-{engine}"):
             faster = [f"{each['measured']:.2f}" for each in found["bars"] if "the loop over ours" in each["name"]]
             server = found["environment"]["server"]
+            number = "two workloads" if len(faster) > 1 else "one workload"
             what = (
                 "speed with a KV cache that is smaller than the agents' contexts, relative to a plain loop "
-                f"({'two workloads' if len(faster) > 1 else 'one workload'}; {found['environment']['accelerator']}, {label} {server['version']}, "
+                f"({number}; {found['environment']['accelerator']}, {label} {server['version']}, "
                 "random weights of the size of Qwen2.5-32B)"
             )
             rows.append((what, f"{' and '.join(faster)} times faster", "`make numbers-gpu`", found))
