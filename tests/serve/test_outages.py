@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from tests.serve.served import CHAT, Client, chat, serving
 from tests.serve.test_openai_batches import backend
+from tests.warm import start
 
 from batch_agent.serve import batches, upstreams
+from batch_agent.serve.catalog import Tenant
 from batch_agent.serve.models import open_models
 from batch_agent.testing import Fail, Hang, Request, Say, ScriptedServer
 from batch_agent.testing.replies import ScriptedReply
@@ -190,3 +192,25 @@ async def test_a_run_that_always_ends_early_fails_the_batch_and_keeps_what_is_do
         output, errors = await client.outcomes(done)
         assert [line["custom_id"] for line in output] == ["l0"] and len(errors) == 11
         assert {line["error"]["code"] for line in errors} == {"batch_failed"}
+
+
+async def test_the_command_asks_the_running_server_and_says_what_it_needs(tmp_path: Path) -> None:
+    command = ("serve", "status", "--data", str(tmp_path))
+    async with backend(Switch(Fail(401))) as model:
+        async with serving(tmp_path, model) as client:
+            await client.create([chat("a")])
+            await wait_health(client, 503)
+            told = await output_of(*command)
+            assert f"{model.backend_url}: down since" in told and "it needs a key that the server accepts" in told
+            tenant = client.with_key(client.server.catalog.add_tenant(Tenant("one")))
+            await tenant.wait((await tenant.create([chat("b")]))["id"], "in_progress")
+            why = (await tenant.get("/serve/status"))["waiting_because"]
+            assert "every request is denied" in why and model.address not in why
+        assert "lines_left: 2" in await output_of(*command)  # no server: the data tell it
+
+
+async def output_of(*command: str) -> str:
+    process = await start("-m", "batch_agent", *command, stdout=asyncio.subprocess.PIPE)
+    out, _ = await process.communicate()
+    assert not await process.wait()
+    return out.decode()

@@ -68,10 +68,10 @@ def concern_of(status: int | None) -> Concern | None:
 
 # The conclusion about a server that denies every row, by what the denial concerns.
 DENIED: dict[Concern | None, str] = {
-    "key": "every row is denied: the key or its quota",
-    "place": "every row is denied: the address or the model",
-    "access": "every row is denied: the rights of the key",
-    None: "every row is denied",
+    "key": "every request is denied: the key or its quota",
+    "place": "every request is denied: the address or the model",
+    "access": "every request is denied: the rights of the key",
+    None: "every request is denied",
 }
 
 

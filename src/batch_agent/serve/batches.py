@@ -362,6 +362,7 @@ class ServedBatches:
         self._validating = asyncio.Semaphore(VALIDATIONS)
         self._waiting: dict[str, dict[str, tuple[float, asyncio.Future[None]]]] = {}  # by tenant and batch
         self._open: dict[str, set[str]] = {}  # batches with an open run, by tenant
+        self.failures = 0  # of batches, by a bug
         self._left: dict[str, int] = {}  # lines that were left when work on a batch last ended
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -488,6 +489,7 @@ class ServedBatches:
                     # A part that cannot be read is not better later; a server may be.
                     pause *= 2.0 ** (failures - (5 if is_damage else 1)) if failures < MOST_FAILURES else 0.0
                     trace = None if is_damage or isinstance(error, RunEnded) else error
+                    self.failures += trace is not None
                     logger.error("batch %s: %s; it is continued in %g s", id, told, pause, exc_info=trace)
                 else:
                     logger.warning("batch %s: %s; it is continued in %g s", id, told, pause)

@@ -23,6 +23,7 @@ MARKER = "batch-agent-serve.json"
 CATALOG, KEY_FILE, LOCK_FILE, TENANTS = "serve.db", "key", "serve.lock", "tenants.json"
 FILES, BATCHES, LOST = "files", "batches", "lost"
 INPUT, INDEX, OUTPUT, ERRORS = "input.jsonl", "lines.db", "output.jsonl", "errors.jsonl"  # in the folder of a batch
+ADDRESS_FILE = "address"  # where the server of the data listens, while it does
 RUN = "run"  # there, the directory of its run
 DESCRIPTION = "batch.json"  # of a batch, in its folder; that of an upload is beside it and ends with ``JSON``
 JSON, PART, DELETED = ".json", ".part", ".deleted"  # ``DELETED``: its removal has begun, and is completed

@@ -41,7 +41,7 @@ from batch_agent.serve.asking import Interactive
 from batch_agent.serve.batches import RUNS_PREFIX, ServedBatches, travelling_spec
 from batch_agent.serve.catalog import ConfiguredTenant, ServedBatch, Tenant, label_of
 from batch_agent.serve.clock import ServedClock, since_boot
-from batch_agent.serve.directory import ERRORS, LOCK_FILE, OUTPUT, PART, Presence, claim
+from batch_agent.serve.directory import ADDRESS_FILE, ERRORS, LOCK_FILE, OUTPUT, PART, Presence, claim
 from batch_agent.serve.governor import Governor
 from batch_agent.serve.ledger import TokenLedger
 from batch_agent.serve.models import ServedModels
@@ -50,7 +50,7 @@ from batch_agent.serve.parts import ServerParts
 from batch_agent.serve.recovery import open_catalog
 from batch_agent.serve.rows import row_of, rows_of
 from batch_agent.serve.turnstile import Turnstile
-from batch_agent.serve.upstreams import ModelServers
+from batch_agent.serve.upstreams import ModelServers, for_clients
 from batch_agent.serve.webhooks import Webhooks
 from batch_agent.spec import BatchSpec
 from batch_agent.view.security import add_headers, static_file
@@ -155,6 +155,8 @@ class BatchService:
             await self._keep_books()
             self.door = door = Door(self._handle, refuse, host=options.host, port=options.port)
             await extent.enter_async_context(door)  # before any line is sent: the port may be in use
+            self._tell_address(door.url)
+            extent.callback(self._tell_address, "")
             try:
                 async with asyncio.TaskGroup() as tasks:
                     await self._start(ServerParts(tasks))
@@ -240,6 +242,12 @@ class BatchService:
         spec = spec_json(prepare(travelling_spec(self.models, None, inputs=(), run_dir=f"{options.store}/any")))
         url = str(StoreAddress.parse(options.store, named=False))
         return join_line(f"'{url}/{RUNS_PREFIX}*' --wait inf", {"spec": spec})
+
+    def _tell_address(self, url: str) -> None:
+        """Write where this server listens, for the commands that have only the data; "" when it ends."""
+        with suppress(OSError):
+            path = self.options.data / ADDRESS_FILE
+            path.write_text(url) if url else path.unlink(missing_ok=True)
 
     async def _close(self, dispatcher: Dispatcher) -> None:
         dispatcher.close()
@@ -435,14 +443,14 @@ class Admin:
         for batch in map(self._service.batches.progress, unfinished):
             left += batch.total - batch.completed - batch.failed
         turnstile, governor = self._service.turnstile, self._service.turnstile.governor
+        why = turnstile.why or (self._service.upstreams.why() if unfinished else "")
+        if own is not None:
+            why = for_clients(why)
         document: JsonObject = {
             "uptime_seconds": round(monotonic() - self._began),
             "batches": len(unfinished),
             "lines_left": left,
-            "waiting_because": turnstile.why
-            or (left and self._service.upstreams.why())
-            or self._service.blocked()
-            or None,
+            "waiting_because": why or self._service.blocked() or None,
             "latency_target": governor.target,
             "latency_ratio": round(governor.ratio, 3),
             "target_given_up": governor.reason or None,
@@ -506,7 +514,8 @@ class Admin:
         )
         ratio.set(governor.ratio)
         restarts = Counter(f"{name}_part_failures_total", "Failures of a part of the server by a bug.", ("part",))
-        for part, often in self._service.parts.failures.items():
+        parts = {**self._service.parts.failures, "batches": self._service.batches.failures}
+        for part, often in parts.items():
             restarts.add(often, part)
         upstreams = self._service.upstreams.numbers()
         return page([lines, tokens, batches, left, requests, failures, people, ratio, restarts, *upstreams])

@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -31,7 +32,7 @@ from batch_agent.messages import JsonObject
 from batch_agent.record.address import StoreAddress
 from batch_agent.serve import DEFAULT_PORT, ServeOptions
 from batch_agent.serve.catalog import Catalog, ConfiguredTenant, ServedBatch, Tenant, check_tenant_name
-from batch_agent.serve.directory import ERRORS, OUTPUT, PART
+from batch_agent.serve.directory import ADDRESS_FILE, ERRORS, KEY_FILE, OUTPUT, PART
 from batch_agent.serve.objects import batch_object, shown_beside
 
 ADMIN = {
@@ -43,6 +44,7 @@ ADMIN = {
 DATA_HELP = "directory of files, batches and keys (default %(default)s)"
 
 SECONDS = 60.0
+ASK_SECONDS = 2.0  # for a server that may have ended
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
@@ -335,7 +337,8 @@ def admin_command(options: argparse.Namespace) -> int:
         with _open(options) as answer:
             document: JsonObject = orjson.loads(answer.read())
     else:
-        document = _read(options)
+        running = _running(options) if options.action == "status" else None
+        document = _read(options) if running is None else running
     if options.json:
         put(orjson.dumps(document, option=orjson.OPT_INDENT_2).decode())
     elif options.action == "list":
@@ -344,9 +347,21 @@ def admin_command(options: argparse.Namespace) -> int:
     elif options.action == "cancel":
         put(f"{document['id']} is {document['status']}: {document['summary']}")
     else:
+        endpoints = document.pop("endpoints", [])
         for name, value in document.items():
             put(f"{name}: {value if not isinstance(value, dict | list) else orjson.dumps(value).decode()}")
+        for each in cast("list[JsonObject]", endpoints):
+            put(_endpoint_line(each))
     return 0
+
+
+def _endpoint_line(each: JsonObject) -> str:
+    """Return the line of a server of a model: what it does, or since when it cannot answer, why, and what it needs."""
+    if each["up"]:
+        return f"{each['upstream']}: up, {each['in_flight']} in flight"
+    since = datetime.fromtimestamp(float(str(each["since"])), UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    again = f"tried again in {each['next_trial_seconds']} s"
+    return f"{each['upstream']}: down since {since}: {each['why']}: {each['reason']}; {again}; it needs {each['needs']}"
 
 
 def _listed(document: JsonObject) -> Iterator[str]:
@@ -385,6 +400,19 @@ def _message(body: bytes) -> str:
 
 
 # By the directory
+
+
+def _running(options: argparse.Namespace) -> JsonObject | None:
+    """Return the state that the running server of the data tells; None if there is none on this machine."""
+    data = Path(options.data)
+    try:
+        url, key = (data / ADDRESS_FILE).read_text(), (data / KEY_FILE).read_text()
+        request = urllib.request.Request(f"{url}/serve/status", headers={"Authorization": f"Bearer {key.strip()}"})
+        with urllib.request.urlopen(request, timeout=ASK_SECONDS) as answer:
+            document: JsonObject = orjson.loads(answer.read())
+    except (OSError, ValueError):
+        return None
+    return document
 
 
 def _catalog(options: argparse.Namespace) -> Catalog:

@@ -111,7 +111,7 @@ function numbers(state) {
 function parts(state) {
   return h("div", { class: "columns", style: { marginTop: "14px" } },
       panel("Endpoints", null, h("div", { class: "scroll" }, table(["endpoint", "state", ["in flight", "r"], ["limit", "r"]], state.endpoints.map((each) => h("tr", null,
-        h("td", { class: "clip" }, text(each.endpoint)), h("td", null, each.up ? h("span", { class: "good" }, "up") : h("span", { class: "bad" }, "down: ", text(each.reason, 120))), h("td", { class: "r" }, number(each.in_flight)), h("td", { class: "r" }, number(each.limit))))))),
+        h("td", { class: "clip" }, text(each.endpoint)), h("td", null, each.up ? h("span", { class: "good" }, "up") : h("span", { class: "bad", title: `${each.upstream}: ${each.reason}; it needs ${each.needs}` }, `down for ${seconds(each.down_seconds)}: ${each.why}: `, text(each.reason, 120), h("div", { class: "small" }, `needs ${each.needs}; tried again in ${each.next_trial_seconds} s`))), h("td", { class: "r" }, number(each.in_flight)), h("td", { class: "r" }, number(each.limit))))))),
       panel("Tenants", null, h("div", { class: "scroll" }, table(["tenant", ["share", "r"], ["tokens today", "r"], ["in flight", "r"]], Object.entries(state.tenants).map(([name, each]) => h("tr", null,
         h("td", { class: "clip" }, text(name)), h("td", { class: "r" }, each.share), h("td", { class: "r" }, short(each.tokens_today)), h("td", { class: "r" }, number(each.lines_in_flight))))))));
 }
