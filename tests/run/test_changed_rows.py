@@ -174,3 +174,16 @@ async def test_a_model_that_is_changed_and_changed_back_is_paid_once(tmp_path: P
     assert len(await go(tmp_path, rows("a", "b"), model="two", on_change="resend")) == 2
     assert await go(tmp_path, rows("a", "b"), model="one") == []
     assert await go(tmp_path, rows("a", "b"), model="two") == []
+
+
+async def test_a_change_of_hoisting_is_named_and_drops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shared = "the same in all rows " * 200
+    inputs: list[Row] = [{"text": text, "rules": shared} for text in "ab"]
+    assert len(await go(tmp_path, inputs, task="{rules} {text}")) == 2
+    assert await go(tmp_path, inputs, task="{rules} {text}", no_hoist=True) == []
+    assert "no_hoist: not given → True" in caplog.text
+    caplog.clear()
+    assert await go(tmp_path, inputs, task="{rules} {text}") == []
+    assert "no_hoist: True → not given" in caplog.text

@@ -55,7 +55,7 @@ UNRECORDED = {
         "retry_failed",
         "retry_from",
     ),
-    *("on_change", "no_hoist", "metrics_port", "telemetry", "feed_only"),
+    *("on_change", "metrics_port", "telemetry", "feed_only"),
     *("gold", "gold_sample", "gold_sealed", "tolerance", "score", "by", "groups", "require"),
 }
 MOST_WORDS = 4000  # longest text that is compared word by word
