@@ -95,6 +95,30 @@ def test_a_dry_run_estimates_the_cost_and_says_how(tmp_path: Path, capsys: pytes
     assert "cost            $0.0041: first requests" in text and "ends at         $3" in text
 
 
+def test_a_dry_run_counts_tools_the_schema_and_a_later_turn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "searching.py").write_text(
+        f'def look_up(key: str) -> str:\n    """Look up. {"Many words. " * 50}"""\n    return key\n'
+    )
+    seen = []
+    for more in ("", "tools: ['searching:look_up']", "output_schema: {label: string, why: string}"):
+        write_spec(tmp_path, "vllm://nowhere", f"prices: {{input: 1, output: 2}}\n{more}")
+        assert main(["run", str(tmp_path / "spec.yaml"), "--dry-run", "--json"]) == 0
+        seen.append(json.loads(capsys.readouterr().out))
+    plain, tools, schema = (each["estimated_tokens"] for each in seen)
+    assert tools["tools"] > 100 and schema["schema"] > 10
+    assert plain["tools"] == plain["schema"] == 0 and plain["all_requests"] == plain["first_requests"]
+    assert tools["first_requests"] == plain["first_requests"] + 40 * tools["tools"]
+    assert schema["first_requests"] == plain["first_requests"] + 40 * schema["schema"]
+    assert tools["all_requests"] > 2 * tools["first_requests"]
+    costs = [each["estimated_cost"]["nothing_cached"] for each in seen]
+    assert costs[1] - costs[0] > (tools["all_requests"] - plain["all_requests"]) / 1e6
+    assert main(["run", str(tmp_path / "spec.yaml"), "--dry-run", "--set", "max_turns=1"]) == 0
+    assert "all requests" not in capsys.readouterr().out
+
+
 def test_a_dry_run_without_prices_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_spec(tmp_path, "vllm://nowhere")
     assert main(["run", str(tmp_path / "spec.yaml"), "--dry-run"]) == 0

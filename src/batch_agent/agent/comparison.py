@@ -105,7 +105,7 @@ class Comparison:
     def __str__(self) -> str:
         lines = [
             "Cost of this batch elsewhere. All numbers are estimates: tokens from the length of the prompts, one",
-            f"turn per row, answers of {self.answer_tokens} tokens, list prices of genai-prices.",
+            f"turn per row (with tools two), answers of {self.answer_tokens} tokens, list prices of genai-prices.",
             "",
         ]
         shown = self.offers if self.only else list(self._cheapest())

@@ -32,6 +32,9 @@ READ_DOCUMENTS = 5  # of a sample: reading one takes at least a tenth of a secon
 SHOWN_CHARACTERS = 4_000  # of the system prompt, and of each field of the first message
 REPAIR_BYTES = 8_192  # around the parts of a message that asks for another answer
 WORTH_MOVING = 64  # tokens; fewer are not worth advice
+# Guesses for an agent with tools, of which only the run knows how many turns it takes: one turn with a call, and one
+# more with the whole conversation.
+CALL_TOKENS, RESULT_TOKENS = 64, 256
 MANY_TOKENS = 128_000  # in a message; most models do not accept more
 STYLED = ("\x1b[1;36m", "\x1b[0m")  # around filled-in values, on a terminal
 MARKED = ("«", "»")  # the same elsewhere
@@ -73,21 +76,52 @@ class DryRun:
         return None if self.rows is None else self.rows * self.prepared.spec.samples
 
     @property
+    def schema_tokens(self) -> int:
+        """Tokens of an output schema that is sent beside the messages, which many servers count."""
+        prepared = self.prepared
+        if prepared.schema is None or prepared.shapes.schema_in_prompt:
+            return 0
+        return estimate_tokens(prepared.schema.json_text)
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Tokens that all requests begin with: tools, schema, system prompt, the task up to its first field."""
+        return self.description.prefix_tokens + self.schema_tokens
+
+    @property
+    def has_later_turns(self) -> bool:
+        """Whether a row with tools needs a second turn, after a call. The requests of a worker are unknown."""
+        spec = self.prepared.spec
+        return bool(self.prepared.tools) and spec.worker is None and spec.turn_limit != 1
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of all prompts of an agent, with nothing cached."""
+        first = self.prefix_tokens + self.description.own_tokens
+        return 2 * first + CALL_TOKENS + RESULT_TOKENS if self.has_later_turns else first
+
+    @property
     def prompt_tokens(self) -> int | None:
         """Tokens of all first requests together, with nothing cached."""
-        each = self.description.prefix_tokens + self.description.own_tokens
+        each = self.prefix_tokens + self.description.own_tokens
         return self.agents * each if self.agents is not None and self.sampled else None
 
     @property
+    def all_tokens(self) -> int | None:
+        """Tokens of all requests together, with nothing cached."""
+        return self.agents * self.row_tokens if self.agents is not None and self.sampled else None
+
+    @property
     def uncached_tokens(self) -> int | None:
-        """The same if the shared prefix is computed once."""
+        """The same if the shared prefix and each conversation are computed once."""
         if self.agents is None or not self.sampled:
             return None
-        return self.description.prefix_tokens + self.agents * self.description.own_tokens
+        later = CALL_TOKENS + RESULT_TOKENS if self.has_later_turns else 0
+        return self.prefix_tokens + self.agents * (self.description.own_tokens + later)
 
     @property
     def cost(self) -> tuple[float, float] | None:
-        """$ of all first requests and their answers: with the shared prefix cached, and with nothing cached."""
+        """$ of all requests and their answers: with the shared prefix cached, and with nothing cached."""
         return None if self.prepared.prices is None else self.cost_at(self.prepared.prices)
 
     def cost_at(self, prices: Prices) -> tuple[float, float] | None:
@@ -95,9 +129,13 @@ class DryRun:
         agents = self.agents
         if not prices.tiers or agents is None or not self.sampled:
             return None
-        prefix, own = self.description.prefix_tokens, self.description.own_tokens
-        cached = Usage(prefix + own, cached_tokens=prefix, completion_tokens=self.answer_tokens)
-        return agents * prices.cost(cached), agents * prices.cost(replace(cached, cached_tokens=0))
+        first = self.prefix_tokens + self.description.own_tokens
+        turns = [Usage(first, cached_tokens=self.prefix_tokens, completion_tokens=self.answer_tokens)]
+        if self.has_later_turns:
+            called = replace(turns[0], completion_tokens=CALL_TOKENS)
+            turns = [called, replace(turns[0], prompt_tokens=self.row_tokens - first, cached_tokens=first)]
+        cached = sum(map(prices.cost, turns))
+        return agents * cached, agents * sum(prices.cost(replace(turn, cached_tokens=0)) for turn in turns)
 
     @property
     def answer_tokens(self) -> int:
@@ -111,10 +149,13 @@ class DryRun:
             return f"by the clock: {prices.source}"
         answers = "max_tokens" if spec.max_tokens else "a guess: max_tokens would bound it"
         turns = "" if spec.turn_limit == 1 else "; further turns come on top"
+        requests = (
+            "first requests" if not self.has_later_turns else "two turns per row (a guess: the first calls a tool)"
+        )
         voting = self.prepared.voting
         samples = "" if voting is None else ", all samples" + (", of which votes need fewer" if voting.stops else "")
         return (
-            f"first requests{samples} by estimated tokens, from prefix cached to nothing cached, "
+            f"{requests}{samples} by estimated tokens, from prefix cached to nothing cached, "
             f"answers of {self.answer_tokens:,} tokens ({answers}), {prices.source}{turns}"
         )
 
@@ -142,10 +183,14 @@ class DryRun:
             "output_schema": prepared.schema.name if prepared.schema else None,
             "hoisted": list(description.hoisted),
             "estimated_tokens": {
-                "shared_prefix": description.prefix_tokens,
+                "shared_prefix": self.prefix_tokens,
+                "tools": prepared.plan.tool_tokens,
+                "schema": self.schema_tokens,
                 "own_per_row": description.own_tokens,
                 "first_requests": self.prompt_tokens,
-                "first_requests_prefix_cached": self.uncached_tokens,
+                "first_requests_prefix_cached": self._first_uncached,
+                "all_requests": self.all_tokens,
+                "all_requests_prefix_cached": self.uncached_tokens,
                 "same_behind_a_field": description.late_tokens,
             },
             "estimated_cost": {
@@ -203,13 +248,17 @@ class DryRun:
             yield "output schema", f"{prepared.schema.name}, {how}"
         if description.hoisted:
             yield "hoisted", f"{', '.join(description.hoisted)}: the same in every row, moved to the system prompt"
-        yield "shared prefix", f"{description.prefix_tokens:,} tokens"
+        yield "shared prefix", f"{self.prefix_tokens:,} tokens{self._prefix_parts()}"
         if self.sampled:
             how = self.own_note or f"the mean of {rows(self.sampled)}"
             yield "own per row", f"{description.own_tokens:,} tokens, {how}"
-        if self.prompt_tokens is not None and self.uncached_tokens is not None:
-            cached = f"{amount(self.uncached_tokens)} with the prefix cached"
+        if self.prompt_tokens is not None and self._first_uncached is not None:
+            cached = f"{amount(self._first_uncached)} with the prefix cached"
             yield "first requests", f"{amount(self.prompt_tokens)} tokens in all, {cached}"
+        if self.has_later_turns and self.all_tokens is not None and self.uncached_tokens is not None:
+            cached = f"{amount(self.uncached_tokens)} with conversations cached"
+            guess = f"a guess: each row calls a tool once, for a result of {RESULT_TOKENS} tokens"
+            yield "all requests", f"{amount(self.all_tokens)} tokens, {cached}; {guess}"
         span = " to ".join(dict.fromkeys(map(dollars, self.cost or ())))
         yield "cost", f"{span}: {self._cost_basis()}" if span else self._cost_basis()
         if limits := self._limits():
@@ -235,6 +284,18 @@ class DryRun:
         else:
             how = "all at once, because the vote needs all"
         return f"{voting.samples} of each row, {how}; voted: {voted}"
+
+    @property
+    def _first_uncached(self) -> int | None:
+        """Tokens of all first requests, if the shared prefix is computed once."""
+        if self.agents is None or not self.sampled:
+            return None
+        return self.prefix_tokens + self.agents * self.description.own_tokens
+
+    def _prefix_parts(self) -> str:
+        parts = [(self.prepared.plan.tool_tokens, "tools"), (self.schema_tokens, "the schema")]
+        known = [f"{tokens:,} of {what}" for tokens, what in parts if tokens]
+        return f", {' and '.join(known)} among them" if known else ""
 
     def _limits(self) -> str:
         spec = self.prepared.spec

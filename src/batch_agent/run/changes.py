@@ -410,7 +410,7 @@ def cost_of(prepared: Prepared, count: int, more_tokens: int = 0) -> str:
     """Return what sending ``count`` rows costs: ``about 1.2k prompt tokens, $0.01``. ``more_tokens`` are those of
     conversations that continue. "" if it is unknown."""
     dry = DryRun.untouched(prepared)
-    each = dry.description.prefix_tokens + dry.description.own_tokens
+    each = dry.row_tokens
     if not dry.sampled:
         return ""
     words = f"about {amount(each * count + more_tokens)} prompt tokens"
