@@ -1,4 +1,4 @@
-"""Worker processes that start at once, and what they import in tests: a tool that writes."""
+"""Worker processes that start at once, and what they import in tests: tools."""
 
 from __future__ import annotations
 
@@ -31,6 +31,12 @@ def note(row: str) -> str:
 async def note_at_once(row: str) -> str:
     """Write down that a row was worked on, without a point at which this call could be cancelled."""
     return note.function(row)
+
+
+@Tool.define(effect="read")
+def quick(n: int) -> str:
+    """Look something up at once."""
+    return "seen"
 
 
 def notes() -> list[str]:

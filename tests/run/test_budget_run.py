@@ -93,8 +93,7 @@ async def test_the_limit_on_tokens_ends_the_run_out_of_budget_and_is_not_exceede
     assert statistics.ended == "out of budget"
     assert "max_total_tokens 1,600: 1,500 are spent" in statistics.reason
     assert statistics.usage.prompt_tokens + statistics.usage.completion_tokens == 1_500
-    assert ends(results).count("ok") == len(backend.requests) == 10
-    assert set(ends(results)) == {"ok", "Interrupted"}
+    assert ends(results) == ["ok"] * len(backend.requests) == ["ok"] * 10
 
 
 async def test_the_limit_on_cost_ends_the_run_out_of_budget_and_is_not_exceeded() -> None:
@@ -119,6 +118,11 @@ def counting(density: Callable[[int], float], template: int) -> Script:
 
 def long_rows(count: int) -> Iterator[str]:
     return (f"{number} {'x' * 800}" for number in range(count))
+
+
+def long_texts(letters: str) -> list[str]:
+    """Texts that may have far more tokens than they are expected to have, so that a call waits for others."""
+    return [letter * 4_000 for letter in letters]
 
 
 @Tool.define(effect="read")
@@ -210,25 +214,28 @@ async def test_a_first_call_that_can_never_fit_is_not_sent() -> None:
 
 
 @virtual_clock
-async def test_agents_under_way_go_on_while_their_turns_fit_and_end_as_interrupted_when_not() -> None:
+async def test_agents_that_cost_more_than_expected_go_on_while_their_turns_fit_and_end_as_interrupted_when_not() -> (
+    None
+):
     @Tool.define(effect="read")
     async def wait(seconds: int) -> str:
         await asyncio.sleep(seconds)
         return "x"
 
     def script(request: Request) -> Say:
-        usage = Usage(10, completion_tokens=90)
-        if request.messages[-1]["role"] == "tool":
+        usage, row = Usage(10, completion_tokens=90), int(request.messages[0]["content"])
+        calls = sum(message["role"] == "tool" for message in request.messages)
+        if calls == (1 if row < 6 else 4):
             return Say("done", usage=usage)
         return CallTools(ToolUse("wait", {"seconds": 10}), usage=usage)
 
     results, statistics, _ = await finish(
-        script, inputs=map(str, range(4)), tools=[wait], max_total_tokens=720, max_tokens=90, max_inflight=4
+        script, inputs=map(str, range(20)), tools=[wait], max_total_tokens=1_720, max_tokens=90, max_inflight=8
     )
-    assert sorted(ends(results)) == ["Interrupted", "Interrupted", "ok", "ok"]
+    assert ends(results).count("ok") >= 6 and set(ends(results)) == {"ok", "Interrupted"}
     interrupted = next(result for result in results if not result.ok)
-    assert interrupted.turns == 1 and interrupted.messages[-1].role == "tool"
-    assert statistics.usage.completion_tokens == 6 * 90
+    assert interrupted.turns >= 1 and interrupted.messages[-1].role == "tool"
+    assert 1_500 < statistics.usage.prompt_tokens + statistics.usage.completion_tokens <= 1_720
 
 
 @virtual_clock
@@ -277,7 +284,12 @@ async def test_a_refused_request_costs_nothing_of_the_budget() -> None:
 
 async def test_an_answer_that_broke_off_is_counted_as_it_was_reserved() -> None:
     _, statistics, backend = await finish(
-        lambda _: Cut(), max_total_tokens=1_800, max_tokens=500, max_retries=0, max_inflight=2
+        lambda _: Cut(),
+        max_total_tokens=1_800,
+        max_tokens=500,
+        max_retries=0,
+        max_inflight=2,
+        control_requests=False,
     )
     assert len(backend.requests) == 3
     assert (statistics.ended, statistics.usage) == ("out of budget", Usage())
@@ -306,10 +318,10 @@ async def test_an_answer_that_ran_into_its_limit_is_paid_for(truncated: str, end
 async def test_cancelling_while_a_call_waits_for_the_budget_leaves_nothing() -> None:
     backend = ScriptedBackend(lambda _: Hang())
     async with BatchAgent.open(
-        task="{input}", inputs=["a", "b", "c"], backend=backend, max_total_tokens=600, max_tokens=500
+        task="{input}", inputs=long_texts("abc"), backend=backend, max_total_tokens=12_700, max_tokens=50
     ) as run:
         await asyncio.sleep(1)
-        assert backend.inflight == 1
+        assert backend.inflight == 2
         run.cancel()
         assert ends([result async for result in run.results()]) == ["Interrupted"] * 3
     assert backend.inflight == 0
@@ -321,9 +333,9 @@ async def test_an_agent_whose_time_is_up_while_it_waits_for_the_budget_lets_the_
         return Say("ok", latency=5, usage=Usage(1, completion_tokens=1))
 
     results, _, _ = await finish(
-        script, inputs=list("abcd"), max_total_tokens=600, max_tokens=500, timeout_per_agent=12, max_inflight=4
+        script, inputs=long_texts("abcde"), max_total_tokens=17_000, max_tokens=50, timeout_per_agent=8, max_inflight=4
     )
-    assert sorted(ends(results)) == ["TimeoutError", "TimeoutError", "ok", "ok"]
+    assert sorted(ends(results)) == ["TimeoutError", "ok", "ok", "ok", "ok"]
 
 
 def test_max_cost_without_a_price_is_refused_before_anything_starts() -> None:

@@ -211,6 +211,10 @@ class Plan:
             for group in groups(answers, room)
         ]
 
+    def tokens_of(self, job: Job) -> int:
+        """Return the estimated tokens of the first request of a job."""
+        return self._tokens(str(job.prompt))
+
     def _tokens(self, prompt: str) -> int:
         return self.shared_tokens + estimate_tokens(prompt)
 

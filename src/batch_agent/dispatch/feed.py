@@ -23,6 +23,7 @@ class Feed:
         self.rows: int | None = None  # rows still to be started; None: unknown
         self.channel: RowChannel[object] | None = None  # set when the rows come from runs that share this dispatcher
         self.room: asyncio.Future[None] | None = None
+        self.gate: asyncio.Future[None] | None = None  # waits for something else than room
         self.reading = False  # waits for its next input
         self.has_row = False  # has a row, which waits for room
         self.paced = False  # its inputs come only when an agent may start, so that it does not wait for room
@@ -35,6 +36,24 @@ class Feed:
             self.room = self._slots.loop.create_future()
             await self.room
         return False
+
+    async def wait_gate(self, may_start: Callable[[], bool], is_over: Callable[[], object]) -> bool:
+        """Wait until ``may_start``, which the end of another row may change. Returns False if no agent will start."""
+        while not self._is_shut() and not is_over():
+            if may_start():
+                return True
+            if self._is_shut():  # by ``may_start``
+                break
+            self.gate = self._slots.loop.create_future()
+            self._slots.gated += 1
+            try:
+                await self.gate
+            finally:
+                self._slots.gated -= 1
+        return False
+
+    def _is_shut(self) -> bool:
+        return self.closed
 
     def take_from(self, channel: RowChannel[object]) -> None:
         """Take rows from a channel. Rows not there yet are not counted: they come from rows that are counted."""
@@ -78,3 +97,10 @@ class Feed:
         room, self.room = self.room, None
         if room is not None and not room.done():
             room.set_result(None)
+        if self.gate is not None:
+            self.open_gate()
+
+    def open_gate(self) -> None:
+        gate, self.gate = self.gate, None
+        if gate is not None and not gate.done():
+            gate.set_result(None)

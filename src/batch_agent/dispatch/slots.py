@@ -514,6 +514,7 @@ class Slots:
         self._sleepers: dict[asyncio.Future[None], None] = {}
         self._feeds: list[Feed] = []
         self._fed = False  # a feed was opened: it knows how many rows will come
+        self.gated = 0  # feeds that wait for something else than room
         self._alarm: asyncio.TimerHandle | None = None  # for turns that have waited long enough for their endpoint
         self.stopped = False  # no request is sent any more, even by holders of a slot
         self.refusal = ""  # reason why no slot is granted any more
@@ -735,6 +736,9 @@ class Slots:
             now = self.clock()
         if scheduler.waiting or scheduler.wanted:
             self._grant(now)
+        if self.gated:
+            for feed in reversed(self._feeds):
+                feed.open_gate()
         # The newest first: later stages work on earlier results, and finish the pipeline.
         for feed in reversed(self._feeds):
             if feed.room is not None:

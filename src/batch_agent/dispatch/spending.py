@@ -31,6 +31,7 @@ from batch_agent.messages import Usage
 from batch_agent.record.store import Account, Outlay
 from batch_agent.scheduler.budget import (
     ADVANCE_TEMPLATE_TOKENS,
+    FIRST_ANSWER_TOKENS,
     NOTHING,
     Amount,
     Estimator,
@@ -38,6 +39,7 @@ from batch_agent.scheduler.budget import (
     Ledger,
     TimeShare,
 )
+from batch_agent.scheduler.row_budget import RowBudget, StageRows
 from batch_agent.spec import BatchSpec
 
 TICK = 1.0  # seconds between two records of running time
@@ -54,6 +56,7 @@ class Call:
     size: RequestSize = NOT_MEASURED
     amount: Amount = NOTHING  # reserved for the call
     bought: bool = False  # paid in an earlier session, whose ledger contains it
+    alone: float = 0.0  # part of the budget that is reserved for it if it is sent alone
     share: float = 0.0  # share of the run's seconds, when the call began
     settled: bool = False
 
@@ -88,6 +91,7 @@ class Spending(Account):
         self._ledger = Ledger(max_tokens=spec.max_total_tokens, max_cost=max_cost)
         self._limited = spec.max_total_tokens is not None or max_cost is not None
         self._timed = bool(self._per_second) and spec.max_cost is not None
+        self.rows = RowBudget() if self._limited else None  # which rows may start; None: all
         self._counting = self._limited or self._timed
         self._max_wall_time, self._max_cost = spec.max_wall_time, spec.max_cost
         self._time_limit = ""
@@ -111,6 +115,7 @@ class Spending(Account):
         self._before = NOTHING  # what earlier sessions spent
         self._commit: Callable[[], None] | None = None
         self._claimed = NOTHING  # spent when an advance was last claimed
+        self._rows_claimed = NOTHING  # spent when a share for rows was last claimed
         self._next_advance = NOTHING  # the advance of the pending commit
         self._broken: StoreError | None = None  # reason why no advance can be obtained any more
         self._started: float | None = None
@@ -149,6 +154,8 @@ class Spending(Account):
         self._started = loop.time()
         self._ledger.spent = self._before = spent
         self._is_shared = shared
+        if shared and self.rows is not None:
+            self.rows.allowance = 0.0
         if commit is not None and self._counting:
             self._commit = commit
             self._ledger.advance = spent if self._limited else None
@@ -186,6 +193,8 @@ class Spending(Account):
         """Use shares of a budget from now on: other workers have joined the run. ``moved`` is what the table of shares
         has taken over of what this session has spent. ``commit`` requests a new share."""
         self._is_shared = True
+        if self.rows is not None:
+            self.rows.allowance = 0.0
         self._time_alone = max(0.0, self._seconds() * self._per_second - moved.cost)
         self._ledger.spent = self._ledger.spent - self._before - moved
         self._before = NOTHING
@@ -394,8 +403,64 @@ class Spending(Account):
             self._cost += spent.cost
             if self._counting:
                 self._ledger.settle(call.amount, spent)
+                if self.rows is not None:
+                    part = self._part(spent)
+                    self.rows.pay(call.request.run, call.request.agent, part, max(0.0, call.alone - part))
                 self._serve()
         return self._shares.end(call.share, asyncio.get_running_loop().time()) if self._per_second else 0.0
+
+    # Rows
+
+    def _part(self, amount: Amount) -> float:
+        """Return which part of the budget an amount is."""
+        tokens, cost = self.limits
+        return max(amount.tokens / tokens if tokens else 0.0, amount.cost / cost if cost else 0.0)
+
+    def part(self, usages: Iterable[Usage], cost: float | None) -> float:
+        """Return which part of the budget was spent on answers with this usage, and this cost in $."""
+        total = sum((_amount(usage, None) for usage in usages), NOTHING)
+        return self._part(total + Amount(0, cost or 0.0))
+
+    def guess(self, shape: RequestShape, prompt: int, turns: float) -> float:
+        """Return the estimated cost of a row as a part of the budget, from the tokens of its first prompt."""
+        answer = min(shape.max_tokens or FIRST_ANSWER_TOKENS, FIRST_ANSWER_TOKENS)
+        usage, prices = Usage(prompt, completion_tokens=answer), self._prices_of.get(shape, self._prices)
+        return turns * self._part(_amount(usage, None if prices is None else prices.cost(usage)))
+
+    def may_start(self, stage: StageRows, before: float) -> bool:
+        """Return whether a row may start, whose cost in earlier sessions was ``before``. If no row runs whose end
+        could change the answer, the run is out of budget."""
+        rows, ledger = self.rows, self._ledger
+        spent = ledger.spent - self._rows_claimed if self._is_shared else ledger.spent
+        if rows is None or rows.fits(stage, self._part(spent), before):
+            return True
+        if not rows.is_idle(stage) or (self._is_shared and not rows.decided):
+            return False
+        if not stage.patient:
+            self.exhaust(self._too_dear(rows.cost(stage)))
+        return stage.patient  # its answer may be paid for already; else the ledger refuses its call
+
+    def claim_rows(self) -> tuple[float, float, float, float]:
+        """Return what this worker of a shared run claims for its rows (``RowBudget.claim``)."""
+        assert self.rows is not None
+        self._rows_claimed = self._ledger.spent
+        return self.rows.claim(self._part(self._ledger.spent + self._ledger.others))
+
+    def ask_for_rows(self) -> None:
+        """Ask the other workers soon for a share of the budget, if there are any: a row waits for it."""
+        if self._is_shared and self._commit is not None:
+            self._commit()
+
+    def _too_dear(self, part: float) -> str:
+        """Return a message about the limit that leaves no room for a row, which costs this part of the budget."""
+        tokens, cost = self.limits
+        spent = self._ledger.spent + self._ledger.others
+        if cost is None or (tokens is not None and spent.tokens * cost > spent.cost * tokens):
+            assert tokens is not None
+            return (
+                f"max_total_tokens {tokens:,}: {spent.tokens:,} are spent, and a row takes about {part * tokens:,.0f}"
+            )
+        return f"max_cost ${cost:g}: ${spent.cost:.4g} is spent, and a row costs about ${part * cost:.2g}"
 
     async def _wait(self, call: Call) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -442,6 +507,8 @@ class Spending(Account):
             return "advance"
         else:
             call.amount = amount
+            if self.rows is not None:
+                call.alone = self._part(self._bound(call, alone=True))
             self._ledger.reserve(amount)
             turn.set_result(None)
         return ""

@@ -104,6 +104,7 @@ class Feeder:
         self.failure: Exception | None = None  # the error that reading the inputs raised
         self.fed = False  # every input was read and fed
         self.read = 0  # inputs that were read
+        self._queued = 0  # rows in the queue of a store outside this process, as it said last
         self._session: FeederSession | None = None
         self._had_past, self._identifies = False, True
         self._reads_documents = False
@@ -248,6 +249,12 @@ class Feeder:
             return self._rows.waiting
         return max(0, total - self.read + (self.store.unstarted if isinstance(self.store, MemoryStore) else 0))
 
+    @property
+    def made(self) -> int:
+        """Number of rows that the stage before has made and that no worker has taken."""
+        queued = self.store.unstarted if isinstance(self.store, MemoryStore) else self._queued
+        return queued + (self._rows.waiting or 0)
+
     async def refill(self) -> bool:
         """Read inputs and feed them, for the only worker. Returns False if there are none, or if no more are fed. Also
         returns when other workers join: rows may come back from them while the next input is waited for."""
@@ -381,7 +388,9 @@ class Feeder:
         return False
 
     async def standing(self) -> RunStanding:
-        return await self._call(partial(self.store.keep_feed, self.session))
+        standing = await self._call(partial(self.store.keep_feed, self.session))
+        self._queued = standing.counts.unstarted
+        return standing
 
     async def share(
         self, lease: float, facts: Callable[[], JsonObject], *, has_rows: bool

@@ -235,6 +235,9 @@ class WorkedStages:
 
     async def work(self, run: Run[object]) -> bool:
         stores = {name: self._store.stage(name) for name in self.names}
+        if (budget := run.shared.spending.rows) is not None:
+            for name in self.names:  # in the order of the pipeline
+                budget.stage(name)
         try:
             async with asyncio.TaskGroup() as tasks:
                 for name, store in stores.items():

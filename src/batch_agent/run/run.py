@@ -176,7 +176,7 @@ class Run(Generic[T]):
         """Return the shared state: slots belong to a backend, the budget to the outermost run."""
         prepared, on_health = self._prepared, self._health_changed
         if within is not None:
-            return within.inside(prepared, self.id, self._emit, on_health)
+            return within.inside(prepared, self.id, self._emit, on_health, self._stage)
         dispatcher = open_dispatcher(prepared, self.id, clock, self._emit, on_health)
         dispatchers = {prepared.backend.name: dispatcher}
         dispatcher.spending = spending = open_spending(prepared, dispatchers, self._out_of_budget)
@@ -501,7 +501,7 @@ class Run(Generic[T]):
         if self._outer is None:
             how = (None if store.instant else str(prepared.spec.run_dir), self._facts_for_workers, self.begin_sharing)
             self.serving = Serving(store, *how, is_shared=self._is_shared)
-        shared.keep_rates(prepared.spec)
+        shared.keep_limits(prepared.spec, self.id, self._feeder)
         async with AsyncExitStack() as extent:
             if self._outer is None:
                 own = (shared, self._controls, prepared.backend, store, self._record, self._lease, number)

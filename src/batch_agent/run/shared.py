@@ -34,6 +34,7 @@ from batch_agent.tools.pool import ToolPool
 
 if TYPE_CHECKING:
     from batch_agent.run.changes import Changes
+    from batch_agent.run.feeder import Feeder
     from batch_agent.run.sharing import Lending
 
 logger = logging.getLogger("batch_agent")
@@ -71,8 +72,10 @@ class Shared:
             self.changes.close()
         await self.observers.close()
 
-    def inside(self, prepared: Prepared, run: str, emit: Sink, on_health: OnHealth) -> Shared:
+    def inside(self, prepared: Prepared, run: str, emit: Sink, on_health: OnHealth, stage: str) -> Shared:
         """Return the state of a run inside this one: its slots are those of its backend."""
+        if self.spending.rows is not None:
+            self.spending.rows.stage(stage, run)
         dispatcher = self.dispatchers.get(prepared.backend.name)
         if dispatcher is None:
             dispatcher = open_dispatcher(prepared, run, self.clock, emit, on_health)
@@ -132,8 +135,11 @@ class Shared:
             if not outlasts:
                 logger.warning("%s: without run_dir an interrupted job is lost, but still charged", backend.name)
 
-    def keep_rates(self, spec: BatchSpec) -> None:
-        """Keep the usage of the user's rate limits across kills."""
+    def keep_limits(self, spec: BatchSpec, run: str, feeder: Feeder | None) -> None:
+        """Keep the usage of the user's rate limits across kills, and let the budget know the rows of a stage that
+        wait."""
+        if feeder is not None and self.spending.rows is not None:
+            self.spending.rows.stage_of(run).waiting = lambda: feeder.made
         mark = self.rate_mark
         if mark is not None and (spec.rpm is not None or spec.tpm is not None):
             self.dispatcher.endpoints.rate_limits.keep(mark, self.dispatcher.scheduler.endpoints)

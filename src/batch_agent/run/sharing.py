@@ -43,6 +43,7 @@ from batch_agent.share.table import (
     BUDGET_TOKENS,
     DOLLAR,
     RATE,
+    ROWS,
     SLOTS,
     Allotment,
     Claim,
@@ -178,6 +179,8 @@ class Lending:
         claims = {name: place.claim() for name, place in self._places.items()}
         learnt = {name: _learnt(endpoint) for name, _, endpoint in _endpoints(shared)}
         learnt[BUDGET] = Learnt(bool(shared.spending.exhausted), shared.spending.exhausted)
+        for name, stage in {} if shared.spending.rows is None else shared.spending.rows.stages.items():
+            learnt[f"{ROWS}{name}"] = Learnt(costs=stage.costs)
         status, sent = {**_in_short(controls.status()), "feeder": self._worker.startswith(FEEDER)}, loop.time()
         self._beating = self._beside(lambda: self._store.beat(self._worker, self._seconds, claims, learnt, status))
         beat = await asyncio.shield(self._beating)
@@ -235,6 +238,8 @@ class Lending:
             for kind in {} if rates is None else rates.shared:
                 yield f"{RATE}{name} {kind}", _rate_at(dispatcher, endpoint, kind)
         yield from _budget(shared.spending, self._every)
+        if shared.spending.rows is not None:
+            yield ROWS, _rows(shared.spending)
 
     def _all_slots(self, name: str, dispatcher: Dispatcher, whole: int) -> Pot:
         scheduler = dispatcher.scheduler
@@ -306,6 +311,8 @@ class Lending:
         for report in beat.learnt.get(BUDGET, ()):
             if report.down:
                 shared.spending.exhaust(report.reason)
+        for name, stage in {} if shared.spending.rows is None else shared.spending.rows.stages.items():
+            stage.learn(report.costs for report in beat.learnt.get(f"{ROWS}{name}", ()))
         for name, dispatcher, endpoint in _endpoints(shared):
             others = beat.learnt.get(name, ())
             down, was_down = any(each.down for each in others), name in self._down
@@ -404,6 +411,24 @@ def _budget(spending: Spending, every: float) -> Iterator[tuple[str, Pot]]:
         own = _nano(unshared)
         of_time = Claim(UNLIMITED if cost is None else _nano(cost), own, ahead, 0, own, rate=rate)
         yield BUDGET_COST, Pot(lambda: of_time, _nothing)
+
+
+def _rows(spending: Spending) -> Pot:
+    """Return the share of what the rows that start may still cost."""
+    rows = spending.rows
+    assert rows is not None
+
+    def claim() -> Claim:
+        limit, held, want, part = (math.ceil(amount * DOLLAR) for amount in spending.claim_rows())
+        return Claim(limit, held, want, part)
+
+    def apply(share: int) -> None:
+        rows.granted(share / DOLLAR)
+
+    def learn(grant: Grant) -> None:
+        rows.decide(others_hold=grant.others_open > 0)
+
+    return Pot(claim, apply, learn)
 
 
 def _nothing(share: int) -> None:

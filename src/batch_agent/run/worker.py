@@ -36,6 +36,7 @@ from batch_agent.record.memory import MemoryStore
 from batch_agent.record.row_json import decode_row
 from batch_agent.record.steps import Past, read_past
 from batch_agent.record.store import Identity, KeptStep, LeasedRow, RowLease, RunStanding, WorkStore
+from batch_agent.run.budgeted_rows import BudgetedRows, is_interrupted
 from batch_agent.run.parts import Parts, Several
 from batch_agent.run.rows import compile_all
 from batch_agent.run.samples import Samples, identity_of
@@ -392,6 +393,9 @@ class Worker:
         self._nowhere = Trail()  # the trail of all agents of a run without files
         self._following = asyncio.Semaphore(FOLLOWING)
         self._again: set[int] = set()  # rows that were stopped to start again
+        spending = resources.dispatcher.spending
+        # With a budget, a row starts only if the budget pays for it to its end.
+        self._budget = None if spending is None or spending.rows is None else BudgetedRows(spending, resources, feed)
         leases.on_lost, leases.on_leave = self._drop, feed.wake
         leases.on_ended = lambda index: self.live.pop(index, None)
 
@@ -547,11 +551,14 @@ class Worker:
         return starts_afresh(past.failed.error, self._retry_from)
 
     async def _begin(self, held: HeldRow, job: Job | AgentResult[object], agents: asyncio.TaskGroup) -> None:
-        self._tell_start(job)
         if isinstance(job, AgentResult):
+            self._tell_start(job)
             self._publish(held, None, job)
             return
         trail = await self._trail(held, job)
+        if self._budget is not None and not await self._budget.begin(job, [trail], self._plan, self._is_over):
+            return
+        self._tell_start(job)
         if trail.ended:
             await self._following.acquire()
         if self._r.prewarm is not None and not trail.has_past:  # else it replays its own record
@@ -572,6 +579,7 @@ class Worker:
 
     async def _accompany(self, held: HeldRow, agent: Agent, ticket: Ticket | None) -> None:
         """Run one agent from its first turn to its result, which the next commit records."""
+        result: AgentResult[object] | None = None
         try:
             result = await agent.run(ticket)
             agent.record_end(result)
@@ -585,16 +593,20 @@ class Worker:
             if self._r.prewarm is not None:
                 self._r.prewarm.end(agent.job.index)
             self._r.dispatcher.end_agent(agent.progress, agent.turns)
+            if self._budget is not None:
+                self._budget.end(agent.job.index, result)
 
     # Rows in parts
 
     async def _begin_parts(self, held: HeldRow, job: Job, rows_left: int | None, agents: asyncio.TaskGroup) -> None:
         """Start an agent for each part when there is room. Later rows wait for this no longer than for other agents."""
+        trails = await self._part_trails(held, job.parts, [self._plan.question(part) for part in job.parts])
+        if self._budget is not None and not await self._budget.begin(job, trails, self._plan, self._is_over):
+            return
         self._tell_start(job)
         row = self.live[job.index] = Parts(job)
         row.tasks.append(agents.create_task(self._accompany_parts(held, row)))
         try:
-            trails = await self._part_trails(held, job.parts, [self._plan.question(part) for part in job.parts])
             for place, (part, trail) in enumerate(zip(job.parts, trails, strict=True)):
                 if row.error is not None or not await self._feed.wait_room():
                     break
@@ -624,7 +636,10 @@ class Worker:
             answers = row.merged([task.result() for task in tasks], schema)
             if len(answers) == 1:
                 break
-        self._publish(held, row, row.result())
+        result = row.result()
+        self._publish(held, row, result)
+        if self._budget is not None:
+            self._budget.end(row.job.index, result)
 
     async def _work_on(self, agent: Agent, ticket: Ticket | None) -> AgentResult[object]:
         """Run an agent to its end, and wait until that is on disk."""
@@ -640,6 +655,9 @@ class Worker:
 
     async def _begin_samples(self, held: HeldRow, job: Job, agents: asyncio.TaskGroup, voting: Voting) -> None:
         """Start the samples that could be needed, when there is room. Later ones follow when these end."""
+        begun, many = bool(held.row.steps or held.row.more), voting.samples
+        if self._budget and not await self._budget.begin(job, (), self._plan, self._is_over, samples=many, begun=begun):
+            return
         self._tell_start(job)
         row = self.live[job.index] = Samples(job, voting, self._r.schema)
         start = await self._sampler(held, row, voting, agents)
@@ -690,6 +708,8 @@ class Worker:
         if not is_interrupted(result):
             self._r.emit.metrics.samples_ended(row.asked, row.spared, identical=row.are_identical)
         self._publish(held, row, result)
+        if self._budget is not None:
+            self._budget.end(row.job.index, result)
 
     def _claim(self, agent: Agent, *, asks_first: bool = False) -> Ticket | None:
         """Count an agent as started. With ``asks_first``, also request its slot and return the ticket."""
@@ -742,7 +762,3 @@ def starts_afresh(error: AgentError, retry_from: str) -> bool:
     says nothing against its conversation."""
     outside = error.retryable or error.type in (ReplayMismatch.type, WorkerFailed.type)
     return retry_from == "start" or (retry_from == "auto" and not outside)
-
-
-def is_interrupted(result: AgentResult[object]) -> bool:
-    return result.error is not None and result.error.type == Interrupted.type

@@ -5,13 +5,15 @@ need no permission. About once a second a worker reports what it holds and wants
 all workers hold never exceeds the limit. A worker that should hold less first uses less, then reports it with its next
 beat, so two workers never hold the same part.
 
-There are three kinds of pots:
+There are four kinds of pots:
 
 - Slots are divided evenly among the workers that want them. The slots of a dead worker are free when its membership
 ends. If the number of slots is searched, the first worker searches for all of them, and its number is the limit.
 - Rate limits (``rpm``, ``tpm``) are divided in the same way. What a worker may have used stays counted for a minute.
 - The budget is consumed. What a dead worker held and did not return counts as spent. If running time costs, it is
 charged once for all workers: a little ahead of the time, so that a kill of all of them cannot hide any of it.
+- The rest of the budget (``ROWS``) is divided like slots: each worker holds what its rows will still cost, so that only
+as many start as the budget can finish. It is free when a worker has died: its rows start again.
 
 The table is one value of plain JSON. Redis or an actor stores it; ``Table`` has no clock and no I/O.
 """
@@ -30,7 +32,7 @@ from batch_agent.messages import JsonObject
 from batch_agent.scheduler.capacity import Progress
 from batch_agent.scheduler.rates import MINUTE, SLACK
 
-BUDGET, RATE, SLOTS = "budget ", "rate ", "slots "  # prefixes of the names of pots
+BUDGET, RATE, SLOTS, ROWS = "budget ", "rate ", "slots ", "rows "  # prefixes of the names of pots
 BUDGET_TOKENS, BUDGET_COST = f"{BUDGET}tokens", f"{BUDGET}cost"
 DOLLAR = 10**9  # costs are counted in units of 1e-9 $
 ROTATION = MINUTE  # seconds after which another worker is served first, if there is not enough for all
@@ -75,10 +77,13 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """What a worker knows about an endpoint. Under the name ``BUDGET``, ``down`` means that the budget is used up."""
+    """What a worker knows about an endpoint. Under the name ``BUDGET``, ``down`` means that the budget is used up.
+    Under ``ROWS`` and the name of a stage, ``costs`` are the number of its rows that ended, and the sum of what they
+    cost and of its square."""
 
     down: bool = False
     reason: str = ""
+    costs: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
