@@ -15,6 +15,7 @@ from tests.serve.test_kills import served
 from tests.serve.test_openai_batches import backend
 
 from batch_agent.serve import batches
+from batch_agent.serve.recovery import check
 from batch_agent.testing import Hang, Request, Say
 from batch_agent.testing.replies import ScriptedReply
 
@@ -159,6 +160,29 @@ async def test_a_line_of_the_input_that_cannot_be_read_keeps_no_other_from_its_a
     assert len(output) == 21 and asked == 1
     assert [(line["custom_id"], line["error"]["code"]) for line in errors] == [("late-0", "batch_unreadable")]
     assert done["request_counts"] == {"total": 22, "completed": 21, "failed": 1}
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        pytest.param(without("lines.db"), "lines.db: it was missing; it is made again from the input", id="index"),
+        pytest.param(
+            without("input.jsonl"), "input.jsonl: it is missing; it is made again from the upload", id="input"
+        ),
+        pytest.param(bad_bytes, "output.jsonl.part: 1 of its 20 lines cannot be read", id="outcomes"),
+        pytest.param(shutil.rmtree, "it is missing; the batch, which is in_progress, ends as failed", id="folder"),
+    ],
+)
+async def test_check_names_the_damage_and_what_a_start_does(tmp_path: Path, damage: Damage, told: str) -> None:
+    async with backend(Gate().script) as model, serving(tmp_path, model) as client:
+        batch = await answered(client)
+        ended = await client.wait((await client.create([chat("a")]))["id"])
+    assert not check(tmp_path)[1]
+    damage(tmp_path / "batches" / batch["id"])
+    (finding,) = check(tmp_path)[1]
+    assert told in str(finding)
+    (tmp_path / "batches" / ended["id"] / "output.jsonl").unlink()
+    assert [ended["output_file_id"] in str(each) or ended["id"] in str(each) for each in check(tmp_path)[1]].count(True)
 
 
 async def test_a_batch_without_its_folder_ends_as_failed(tmp_path: Path) -> None:

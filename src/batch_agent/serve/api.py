@@ -173,8 +173,10 @@ class Api:
                 "seconds": int(seconds) if seconds.isdecimal() else None,
             }
         after, now = read_expiry(expiry, "expires_after"), self._now()
-        expires = None if after is None else now + after
-        return StoredFile(id, tenant.name, name[:512], part.stat().st_size, purpose, now, expires)
+        expires = now + (self._options.keep if after is None else after)
+        return StoredFile(
+            id, tenant.name, name[:512], part.stat().st_size, purpose, now, expires, kept_since=None if after else now
+        )
 
     async def _store(self, chunks: AsyncIterator[bytes], path: Path, most: int, too_large: RequestRefused) -> str:
         """Write what a client sends to disk. Returns its digest."""

@@ -352,6 +352,7 @@ class ServedBatches:
     ) -> None:
         self._catalog, self._models, self._shared, self._turnstile = catalog, models, shared, turnstile
         self._max_lines, self._store, self._now = options.max_lines, options.store, options.now
+        self._keep = options.keep
         self._notify, self._held_up = notify, held_up
         # Seconds for which a process owns a batch, if several share the catalog.
         self._lease = LEASE_SECONDS if options.shared else None
@@ -546,7 +547,7 @@ class ServedBatches:
             usage=dict(tallied.usage),
             errors=why if reason else batch.errors,
         )
-        await self._put(*await in_thread(with_files, self.folder(batch.id), done))
+        await self._put(*await in_thread(with_files, self.folder(batch.id), done, self._keep))
         await self.forget_run(batch.id)
 
     async def _validate(self, batch: ServedBatch) -> None:

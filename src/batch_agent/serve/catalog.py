@@ -144,6 +144,7 @@ class StoredFile:
     created: float
     expires: float | None = None
     batch: str = ""  # the batch whose directory has the content, for an output file
+    kept_since: float | None = None  # from when ``--keep`` counts; None if the client has said when it expires
 
 
 @dataclass(frozen=True, slots=True)
@@ -491,6 +492,17 @@ class Catalog:
             return self.data / FILES / file.id
         return self.data / BATCHES / file.batch / (ERRORS if file.id.endswith("-error") else OUTPUT)
 
+    def set_keep(self, keep: float) -> None:
+        """Set for how long files are kept whose clients have not said when they expire."""
+        with self._writing() as db:
+            for (document,) in db.execute("SELECT document FROM file").fetchall():
+                file = _read(StoredFile, document)
+                since = file.kept_since
+                if since is None and file.expires is None:  # of an earlier version: it counts from now
+                    since = self._clock()
+                if since is not None and (file.kept_since, file.expires) != (since, since + keep):
+                    _change_file(db, replace(file, kept_since=since, expires=since + keep))
+
     def expired_files(self) -> list[StoredFile]:
         return self._all(StoredFile, "SELECT document FROM file WHERE expires <= ?", self._clock())
 
@@ -519,6 +531,7 @@ class Catalog:
                     (batch.tenant, key, batch.digest, batch.id),
                 )
             add_batch(db, batch)
+            _keep_input(db, batch, batch.deadline)
             self._descriptions.due.add(("batch", batch.id))
         return batch
 
@@ -739,7 +752,29 @@ def add_batch(db: sqlite3.Connection, batch: ServedBatch) -> None:
     )
 
 
+def _keep_input(db: sqlite3.Connection, batch: ServedBatch, since: float) -> None:
+    """Keep the input of a batch from ``since``, or from the deadline of another batch that still uses it."""
+    query = "SELECT document FROM file WHERE id = ? AND json_extract(document, '$.kept_since') IS NOT NULL"
+    found = db.execute(query, (batch.input_file,)).fetchone()
+    if found is None:
+        return
+    query = "SELECT max(json_extract(document, '$.deadline')) FROM batch WHERE ended IS NULL AND id != ? AND "
+    (other,) = db.execute(
+        f"{query} json_extract(document, '$.input_file') = ?", (batch.id, batch.input_file)
+    ).fetchone()
+    file = _read(StoredFile, found[0])
+    assert file.kept_since is not None and file.expires is not None
+    keep, since = file.expires - file.kept_since, max(since, other or since)
+    _change_file(db, replace(file, kept_since=since, expires=since + keep))
+
+
+def _change_file(db: sqlite3.Connection, file: StoredFile) -> None:
+    db.execute("UPDATE file SET expires = ?, document = ? WHERE id = ?", (file.expires, _json(file), file.id))
+
+
 def put_batch(db: sqlite3.Connection, batch: ServedBatch) -> None:
+    if batch.ended is not None and batch.input_file:
+        _keep_input(db, batch, batch.ended)
     db.execute(
         "UPDATE batch SET status = ?, ended = ?, document = ? WHERE id = ?",
         (batch.status, batch.ended, _json(batch), batch.id),

@@ -371,9 +371,10 @@ def index_damage(folder: Path, total: int | None = None, *, thorough: bool = Fal
     return "" if total is None or (0 < count <= total and last < total) else "did not fit the batch"
 
 
-def with_files(folder: Path, batch: ServedBatch) -> tuple[ServedBatch, list[StoredFile]]:
+def with_files(folder: Path, batch: ServedBatch, keep: float) -> tuple[ServedBatch, list[StoredFile]]:
     """Return a batch that has ended with the ids of its files, and these files: those that are on disk."""
     files, now = list[StoredFile](), batch.ended or batch.created
+    since = now if batch.output_expires is None else None
     ids = {"output": "", "error": ""}
     for name, kind in ((OUTPUT, "output"), (ERRORS, "error")):
         path = folder / name
@@ -387,8 +388,9 @@ def with_files(folder: Path, batch: ServedBatch) -> tuple[ServedBatch, list[Stor
                     path.stat().st_size,
                     "batch_output",
                     now,
-                    None if batch.output_expires is None else now + batch.output_expires,
+                    now + (keep if batch.output_expires is None else batch.output_expires),
                     batch.id,
+                    since,
                 )
             )
     return replace(batch, output_file=ids["output"], error_file=ids["error"]), files
@@ -653,6 +655,19 @@ def recorded_outcomes(folder: Path) -> Iterator[tuple[int, str, JsonObject, bool
                     row, output = result["input"], result["output"]
                     if isinstance(row["id"], str) and isinstance(output["outcome"], dict):
                         yield int(row["line"]), row["id"], output["outcome"], output["ok"] is True
+
+
+def outcomes_in(path: Path) -> tuple[int, int]:
+    """Return how many lines of a file are outcomes, and how many cannot be read. A line that was torn by a kill at the
+    end does not count."""
+    good = bad = 0
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        for raw in file:
+            try:
+                good += isinstance(orjson.loads(raw)["custom_id"], str)
+            except (ValueError, KeyError, TypeError):
+                bad += raw.endswith(b"\n")
+    return good, bad
 
 
 def not_done(wire: Wire, stop: str, reason: str = "") -> JsonObject:

@@ -44,10 +44,15 @@ from batch_agent.serve.directory import (
     CATALOG,
     DELETED,
     DESCRIPTION,
+    ERRORS,
     FILES,
+    INDEX,
+    INPUT,
     JSON,
     LOCK_FILE,
     LOST,
+    OUTPUT,
+    PART,
     TABLES,
     TENANTS,
     claim,
@@ -55,7 +60,7 @@ from batch_agent.serve.directory import (
     move_to_lost,
     read_json_file,
 )
-from batch_agent.serve.lines import with_files
+from batch_agent.serve.lines import index_damage, outcomes_in, with_files
 
 logger = logging.getLogger("batch_agent")
 
@@ -130,6 +135,7 @@ def check(data: Path, clock: Callable[[], float] = time.time) -> tuple[Recovered
         done = f"it is moved to {LOST}/, and a new one has the {rows} rows of it that can be read"
         recovery.find(CATALOG, f"it is damaged ({why})", done)
     recovery.look()
+    recovery.verify()
     return catalog, recovery.findings
 
 
@@ -217,6 +223,10 @@ class RecoveredCatalog(Catalog):
         """Return the ids of all batches, or of all files, also of those that have expired."""
         return {id for (id,) in self._rows(f"SELECT id FROM {kind}")}
 
+    def entries(self, kind: str) -> list[dict[str, Any]]:
+        """Return the documents of all batches, or of all files."""
+        return [orjson.loads(document) for (document,) in self._rows(f"SELECT document FROM {kind} ORDER BY seq")]
+
     def known_file(self, id: str) -> StoredFile | None:
         """Return a file of any tenant, also if it has expired."""
         return next(iter(self._all(StoredFile, "SELECT document FROM file WHERE id = ?", id)), None)
@@ -300,6 +310,49 @@ class Recovery:
         if self._acts:
             self._describe()
 
+    def verify(self) -> None:
+        """Look for contents that are missing or damaged. Takes as long as reading all outcomes."""
+        for row in self._catalog.entries("file"):
+            file = value_of(StoredFile, row)
+            path = self._catalog.content_of(file)
+            size = path.stat().st_size if path.exists() else None
+            if size != file.bytes:
+                told = "its content is missing" if size is None else f"it has {size} bytes instead of {file.bytes}"
+                self.find(f"{file.id} ({self._name(path)})", told, "a start leaves it as it is")
+        for row in self._catalog.entries("batch"):
+            batch = value_of(ServedBatch, row)
+            folder = self._data / BATCHES / batch.id
+            if batch.is_over:
+                self._verify_ended(folder, batch)
+            elif not folder.is_dir():
+                self.find(self._name(folder), "it is missing", f"the batch, which is {batch.status}, ends as failed")
+            elif batch.total:
+                self._verify_open(folder, batch)
+
+    def _verify_ended(self, folder: Path, batch: ServedBatch) -> None:
+        found = sum(outcomes_in(folder / name)[0] for name in (OUTPUT, ERRORS))
+        deleted = batch.wire == "openai" and any(
+            id and self._catalog.known_file(id) is None for id in (batch.output_file, batch.error_file)
+        )
+        if found < batch.completed and not deleted:
+            told = f"{found} outcomes can be read, and {batch.completed} lines have an answer"
+            self.find(self._name(folder), told, "a start leaves it as it is")
+
+    def _verify_open(self, folder: Path, batch: ServedBatch) -> None:
+        if why := index_damage(folder, batch.total, thorough=True):
+            done = "it is made again from the input" if (folder / INPUT).exists() else "the batch ends as failed"
+            self.find(self._name(folder / INDEX), f"it {why}", done)
+        if not (folder / INPUT).exists():
+            upload = self._catalog.known_file(batch.input_file)
+            is_there = upload is not None and self._catalog.content_of(upload).exists()
+            done = "it is made again from the upload" if is_there else "lines without an answer fail"
+            self.find(self._name(folder / INPUT), "it is missing", done)
+        for name in (OUTPUT, ERRORS, f"{OUTPUT}{PART}", f"{ERRORS}{PART}"):
+            found, bad = outcomes_in(folder / name)
+            if bad:
+                told = f"{bad} of its {found + bad} lines cannot be read"
+                self.find(self._name(folder / name), told, "they are answered again, from the record if it has them")
+
     def _tenants(self) -> None:
         document = read_json_file(self._data / TENANTS) or {}
         revision, known = document.get("revision"), self._catalog.revision()
@@ -338,7 +391,7 @@ class Recovery:
                 self._name(path),
                 f"it has no entry in the catalog{differs}",
                 "it is taken back from its description",
-                lambda: self._catalog.add_file(replace(file, bytes=size)),
+                lambda: self._catalog.add_file(_kept_anew(replace(file, bytes=size))),
             )
         else:
             self._lose(path, "it has no entry in the catalog and no description")
@@ -361,7 +414,7 @@ class Recovery:
         if batch is None:
             return self._lose(path, "it has no entry in the catalog and no description")
         key = (read_json_file(path / DESCRIPTION) or {}).get("idempotency_key")
-        batch, files = with_files(path, batch) if batch.is_over else (batch, [])
+        batch, files = with_files(path, batch, 0.0) if batch.is_over else (batch, [])
         taken = batch, key if isinstance(key, str) else None, files
         done = "it is taken back from its description"
         self.find(self._name(path), problem, done, lambda: self._catalog.take_back_batch(*taken))
@@ -393,6 +446,11 @@ class Recovery:
 
     def _name(self, path: Path) -> str:
         return str(path.relative_to(self._data))
+
+
+def _kept_anew(file: StoredFile) -> StoredFile:
+    """Return a file that is kept from now, unless its client has said when it expires: its batches are unknown."""
+    return file if file.kept_since is None else replace(file, kept_since=None, expires=None)
 
 
 def _rank(batch: ServedBatch) -> int:

@@ -80,6 +80,7 @@ class BatchService:
             undone.callback(self._lock.release)
             self.catalog = open_catalog(options.data, shared=options.shared, clock=options.now)
             undone.callback(self.catalog.close)
+            self.catalog.set_keep(options.keep)
             self.key = self.catalog.operator_key()
             self._configure(configured)
             if not is_loopback(options.host) and len(self.catalog.tenants()) < 2:
@@ -309,7 +310,7 @@ class BatchService:
                 if self.away:
                     continue
                 await self._keep_books()
-                if time.monotonic() - swept >= SWEEP_SECONDS:
+                if time.monotonic() - swept >= min(SWEEP_SECONDS, self.options.keep / 10):
                     swept = time.monotonic()
                     await self._sweep()
             except (StoreError, OSError) as error:

@@ -72,6 +72,9 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     check = actions.add_parser("check", help="verify --data, and print what a start of the server would do")
     check.add_argument("--data", default="serve", metavar="DIR", help=DATA_HELP)
     check.add_argument("--json", action="store_true", help="print JSON")
+    backup = actions.add_parser("backup", help="copy --data to a new directory, also while the server runs")
+    backup.add_argument("directory", metavar="DIR", help="the new directory")
+    backup.add_argument("--data", default="serve", metavar="DIR", help=DATA_HELP)
     for name, told in ADMIN.items():
         action = actions.add_parser(name, help=told)
         if name in ("cancel", "export"):
@@ -107,6 +110,8 @@ def serve_command(options: argparse.Namespace) -> int:
         return _keys(options)
     if options.action == "check":
         return _check(options)
+    if options.action == "backup":
+        return _back_up(options)
     if options.action is not None:
         return admin_command(options)
     from batch_agent.serve.models import names_in, open_models
@@ -209,6 +214,16 @@ def _check(options: argparse.Namespace) -> int:
     if not findings:
         put("everything is in order")
     return int(bool(findings))
+
+
+def _back_up(options: argparse.Namespace) -> int:
+    from batch_agent.serve.backup import back_up
+
+    done = back_up(Path(options.data), Path(options.directory))
+    for name in done.missing:
+        say(f"{name} is not in the backup: it was not there")
+    put(f"wrote {options.directory}: {done.batches} batches and {done.files} files, {done.bytes:,} bytes")
+    return 0
 
 
 def _config(path: str | None) -> Mapping[str, object]:
