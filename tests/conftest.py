@@ -2,7 +2,9 @@
 Tests that need more examples than these set their own number."""
 
 import gc
+import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from itertools import count
 from typing import Any
@@ -55,6 +57,7 @@ def pytest_configure() -> None:
     processes that tests start and interrupt."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="batch-agent-test-state-")  # not the user's ledger of looks
 
 
 def pytest_collection_finish() -> None:

@@ -30,6 +30,7 @@ NAVIGATION: dict[str, dict[str, str]] = {
     "Start": {
         "README": "Overview and first run",
         "docs/jobs/label_csv": "Label a CSV file",
+        "docs/jobs/trusted_labels": "Measure how good labels are",
         "docs/jobs/review_files": "Review files",
         "docs/jobs/grade_answers": "Grade answers",
         "docs/jobs/extract_documents": "Extract data from documents",

@@ -64,23 +64,29 @@ class WholeRows:
     needed, only the latest are kept."""
 
     def __init__(self) -> None:
-        self.most: int | None = None
-        self._whole: dict[int, tuple[object, object]] | None = {}
+        self._lists: tuple[Sequence[object], Sequence[object]] | None = None
+        self._latest: dict[int, tuple[object, object]] | None = {}
+
+    def keep_lists(self, bare: Sequence[object], whole: Sequence[object]) -> None:
+        self._lists, self._latest = (bare, whole), None
 
     def keep(self, bare: object, whole: object) -> None:
-        if self._whole is None:
+        if self._latest is None:
             return
-        self._whole[id(bare)] = bare, whole  # a reference to both, so that no other object gets this id
-        if self.most is not None and len(self._whole) > self.most:
-            del self._whole[next(iter(self._whole))]
+        self._latest[id(bare)] = bare, whole  # a reference to both, so that no other object gets this id
+        if len(self._latest) > LATEST:
+            del self._latest[next(iter(self._latest))]
 
-    def of(self, bare: object) -> object:
+    def of(self, bare: object, index: int) -> object:
         """Return the row as it was given; the same if nothing was taken out of it."""
-        return bare if self._whole is None else self._whole.get(id(bare), (bare, bare))[1]
+        if self._lists is not None:
+            known, whole = self._lists
+            return whole[index] if index < len(known) and known[index] is bare else bare
+        return bare if self._latest is None else self._latest.get(id(bare), (bare, bare))[1]
 
     def forget(self) -> None:
         """No record knows them."""
-        self._whole = None
+        self._lists = self._latest = None
 
 
 def in_keys(taken: Iterable[str], recorded: JsonObject) -> list[str]:
@@ -227,8 +233,8 @@ class _Joiner:
         if isinstance(inputs, list | tuple):
             rows = [self.join(index, value) for index, value in enumerate(inputs)]
             self.finish(checks=True)
+            self.whole.keep_lists(rows, inputs)
             return rows if self.changes else inputs
-        self.whole.most = LATEST
         if isinstance(inputs, LazyRows):
             with_all = inputs.again()
             try:

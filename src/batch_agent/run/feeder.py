@@ -169,7 +169,7 @@ class Feeder:
 
     def _identity(self, job: Job, value: object) -> Identity:
         """Return the keys of a row. ``value`` is the row as it was read."""
-        whole = value if self._whole is None else self._whole.of(value)
+        whole = value if self._whole is None else self._whole.of(value, job.index)
         if whole is value:
             return self.keys.identity(job, self._plan.question(job))
         question = self._plan.asks(whole)[1]

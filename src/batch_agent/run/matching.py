@@ -196,7 +196,7 @@ class Matching:
     def _identity(self, keys: Keys, index: int, value: object, name: str | None) -> Identity:
         plan = self._prepared.plan
         if self._whole is not None:  # the record knows the row with its gold
-            value = self._whole.of(value)
+            value = self._whole.of(value, index)
         if not plan.shows(value):
             return keys.identify(value, *plan.asks(value))
         job = plan.job(index, value, name)  # its input has the text of a document

@@ -27,6 +27,7 @@ def brief_lines(score: JsonObject) -> Iterator[str]:
         if not isinstance(found, dict):
             continue
         value, low, most = found.get("accuracy"), found.get("bound"), found.get("majority")
+        low = None if low == value else low  # it is counted
         if not isinstance(value, float | int):
             yield f"{name}  no row with gold is finished"
             continue
@@ -42,7 +43,7 @@ def measured(found: FieldScore) -> str:
     if found.accuracy is None:
         return f"no row with gold is finished ({found.pending:,} pending)" if found.pending else "no row has gold"
     text = f"{_value(found.accuracy)} measured ({found.right:,} of {found.rows:,})"
-    if found.bound is not None and found.interval is not None and found.interval.low != found.interval.high:
+    if found.bound is not None and found.interval is not None and not _is_exact(found.interval):
         text += f", at least {_down(found.bound)}"
     return text
 
@@ -107,7 +108,7 @@ def _beside(found: FieldScore) -> str:
 
 
 def _details(found: FieldScore) -> Iterator[str]:
-    if found.interval is not None and found.rows:
+    if found.interval is not None and found.rows and not _is_exact(found.interval):
         yield f"interval {_interval(found.interval)}"
     if found.errors is not None:
         middle, mean, bias = found.errors.median, found.errors.mean, found.errors.bias
@@ -159,7 +160,13 @@ def shown(value: object) -> str:
 def _share(share: Estimate) -> str:
     if share.value is None:
         return "-"
-    return _value(share.value) + (f" (at least {_down(share.at_least)})" if share.at_least is not None else "")
+    exact = share.interval is None or share.at_least is None or _is_exact(share.interval)
+    return _value(share.value) + ("" if exact or share.at_least is None else f" (at least {_down(share.at_least)})")
+
+
+def _is_exact(interval: Interval) -> bool:
+    """Return whether the share is counted, and not estimated."""
+    return interval.low == interval.high
 
 
 def _interval(interval: Interval) -> str:
@@ -168,7 +175,7 @@ def _interval(interval: Interval) -> str:
 
 def _down(value: float) -> str:
     """Return a lower bound, rounded down: rounding up would promise more."""
-    digits = 2 if value < 0.99 else 4
+    digits = 4 if 0.99 <= value < 1 else 2
     return f"{math.floor(value * 10**digits + 1e-9) / 10**digits:.{digits}f}"
 
 

@@ -52,35 +52,41 @@ class GoldRow:
 
 
 class GoldTable:
-    """Rows with gold. ``by_name``: results are joined by their ids, else by their positions in the inputs."""
+    """Rows with gold. ``by_name``: results are joined by their ids, else by their positions in the inputs. A row takes
+    some 20 bytes beside its id: equal gold is kept once."""
 
     def __init__(self, *, by_name: bool = False) -> None:
         self.by_name = by_name
-        self._names, self._ends = bytearray(), array("q")
-        self._indexes, self._codes = array("q"), array("q")
+        self._names, self._ends = bytearray(), array("q")  # the id of a row whose id is its position is not kept
+        self._indexes, self._codes = array("i"), array("i")
         self._values: list[dict[str, JsonValue]] = []
+        self._texts: list[str] = []  # the same as JSON
         self._known: dict[str, int] = {}
-        self._of_index = array("q")  # place of a row + 1, by index; 0: it has no gold
+        self._of_index = array("i")  # place of a row + 1, by index; 0: it has no gold
         self._of_name: dict[str, int] = {}
+        self._digest = blake2b(digest_size=16)
 
     def __len__(self) -> int:
         return len(self._codes)
 
     def add(self, name: str, index: int | None, values: Mapping[str, JsonValue]) -> None:
-        place = len(self._codes)
-        key = json.dumps(values)
-        code = self._known.get(key)
+        place, text = len(self._codes), json.dumps(values)
+        code = self._known.get(text)
         if code is None:
-            code = self._known[key] = len(self._values)
+            code = self._known[text] = len(self._values)
             self._values.append(dict(values))
-        self._names += name.encode("utf-8", "surrogatepass")
+            self._texts.append(text)
+        if index is None or name != str(index):
+            self._names += name.encode("utf-8", "surrogatepass")
         self._ends.append(len(self._names))
         self._codes.append(code)
         self._indexes.append(-1 if index is None else index)
+        self._digest.update(f"{index} {len(name)} {name}{text}".encode("utf-8", "surrogatepass"))
         if self.by_name:
             self._of_name[name] = place
         elif index is not None:
-            self._of_index.extend(repeat(0, index + 1 - len(self._of_index)))
+            if index >= len(self._of_index):
+                self._of_index.extend(repeat(0, index + 1 - len(self._of_index)))
             self._of_index[index] = place + 1
 
     def place(self, index: int, name: str) -> int | None:
@@ -91,25 +97,29 @@ class GoldTable:
         return found - 1 if found else None
 
     def row(self, place: int) -> GoldRow:
-        begin = self._ends[place - 1] if place else 0
-        name = self._names[begin : self._ends[place]].decode("utf-8", "surrogatepass")
         index = self._indexes[place]
-        return GoldRow(name, None if index < 0 else index, self._values[self._codes[place]])
+        return GoldRow(self._name(place), None if index < 0 else index, self._values[self._codes[place]])
+
+    def _name(self, place: int) -> str:
+        begin, end = self._ends[place - 1] if place else 0, self._ends[place]
+        if begin == end and self._indexes[place] >= 0:
+            return str(self._indexes[place])
+        return self._names[begin:end].decode("utf-8", "surrogatepass")
 
     def __iter__(self) -> Iterator[GoldRow]:
         return map(self.row, range(len(self)))
 
     def digest(self) -> str:
         """Return a digest of the gold so far."""
-        made = blake2b(digest_size=16)
-        for line in self.lines():
-            made.update(line)
-        return made.hexdigest()
+        return self._digest.hexdigest()
 
     def lines(self) -> Iterator[bytes]:
         """Yield the rows as lines of JSON, for the record of a run."""
-        for row in self:
-            yield json.dumps({"index": row.index, "id": row.name, "gold": row.values}).encode() + b"\n"
+        for place, code in enumerate(self._codes):
+            index = self._indexes[place]
+            shown = "null" if index < 0 else str(index)
+            line = f'{{"index": {shown}, "id": {json.dumps(self._name(place))}, "gold": {self._texts[code]}}}\n'
+            yield line.encode()
 
     @classmethod
     def of_lines(cls, lines: Iterator[bytes], *, by_name: bool) -> GoldTable:
