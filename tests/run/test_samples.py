@@ -405,3 +405,21 @@ async def test_the_reduction_of_a_pipeline_is_asked_once_unless_it_wants_samples
         assert outcome.outputs == ["all is well"]
         texts = Counter("Sum up" in request.text for request in backend.requests)
         assert texts == {False: 4, True: reductions}
+
+
+async def test_a_server_that_refuses_seeds_is_asked_without_them_with_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def script(request: Request) -> Say | Fail:
+        if "seed" in request.body:
+            return Fail(422, {"error": {"message": "seed: extra fields are not permitted"}})
+        return Say('{"mood": "good"}')
+
+    async with ScriptedServer(script, models=["m"]) as server:
+        options: dict[str, Any] = {"output_schema": MOODS, "samples": 3, "max_inflight": 1}
+        results = await BatchAgent.run(
+            task="{input}", inputs=["a", "b"], backend=server.backend_url, model="m", **options
+        )
+        assert server.received == 5
+    assert [len(result.samples) for result in results] == [2, 2]
+    assert sum("takes no seed" in record.message for record in caplog.records) == 1

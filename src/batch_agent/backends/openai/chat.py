@@ -445,6 +445,7 @@ def read_usage(value: JsonValue) -> Usage:
 logger = logging.getLogger("batch_agent")
 
 SCHEMA, LOGPROBS = "schema", "logprobs"  # the options that a server may refuse
+_SEED = re.compile(r"\b(?:random_)?seed\b", re.IGNORECASE)
 NOT_TOLD = -9999.0  # in place of a log-probability that a server does not know
 ALTERNATIVES = 5  # tokens reported at each place of an answer; some servers refuse more
 OTHER_WIRES = ("completions", "embeddings")  # that these servers have beside their conversations
@@ -494,6 +495,7 @@ class OpenAIServer(HttpBackend[bytes]):
         self._tail = tail
         self._keeps_schemas = False  # an answer has shown it
         self._has_logprobs = False  # an answer has shown it
+        self._takes_seeds: bool | None = None  # of samples; None: not known yet
 
     # Facts about shapes, created on first use, because a fleet may have a thousand of these.
 
@@ -519,6 +521,8 @@ class OpenAIServer(HttpBackend[bytes]):
 
     def learn(self, request: ModelRequest, reply: Reply, refused: Mapping[str, Rejected]) -> None:
         schema, proven = request.shape.schema, self._capabilities.schema_proven
+        if request.seed is not None and self._takes_seeds is None:
+            self._takes_seeds = True
         if request.shape.logprobs and not self._has_logprobs and not reply.tool_calls:
             self._has_logprobs = reply.tokens is not None
             if reply.tokens is None:
@@ -540,6 +544,14 @@ class OpenAIServer(HttpBackend[bytes]):
                 if named:
                     self._give_logprobs_up(f"refused them ({error})")
                 return replace(request, shape=self.without_logprobs(request.shape))
+        unproven = request.seed is not None and self._takes_seeds is not True
+        if unproven and _SEED.search(str(error)) and blamed(error) != "no":
+            if self._takes_seeds is None:
+                self._takes_seeds = False
+                logger.warning(
+                    "samples: %s takes no seed (%s): its samples differ by temperature alone", self.name, error
+                )
+            return replace(request, seed=None)
         refusal = await self._explained(error, request.shape.model)
         if request.shape.schema is None or self.own_body(request) is not None:
             raise refused.get(SCHEMA, refusal) from None
@@ -598,7 +610,7 @@ class OpenAIServer(HttpBackend[bytes]):
         extra = request.shape.extra_body
         if not self._dialect.cache_key and request.seed is None and not (extra and fields):
             return tail
-        if request.seed is not None and self._dialect.seed_field is not None:
+        if request.seed is not None and self._dialect.seed_field is not None and self._takes_seeds is not False:
             fields = {**fields, self._dialect.seed_field: request.seed}
         if self._dialect.cache_key:
             fields = {**fields, "prompt_cache_key": self._cache_key(request)}
