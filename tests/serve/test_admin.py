@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 
 import orjson
@@ -15,6 +16,7 @@ from tests.view.browser import MISSING, PROGRAM, chromium
 from batch_agent.cli.main import main
 from batch_agent.serve import batches, server
 from batch_agent.serve.catalog import Tenant
+from batch_agent.serve.numbers import MOST_TENANTS
 from batch_agent.testing import Hang, Request
 
 
@@ -167,6 +169,60 @@ async def test_the_page_for_prometheus_is_valid_and_the_operators(tmp_path: Path
         assert (await one.send("GET", "/metrics"))[0] == 403
         assert (await client.with_key("").send("GET", "/metrics"))[0] == 401
         assert (await client.send("GET", "/metrics"))[0] == 200
+
+
+async def test_the_numbers_are_by_tenant_and_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "GRACE_SECONDS", 0.02)
+
+    def answer(request: Request) -> object:
+        return Hang() if "hang" in request.text else echo(request)
+
+    async with backend(answer) as model, serving(tmp_path, model) as client:
+        one = client.with_key(client.server.catalog.add_tenant(Tenant("one", tokens_per_day=10_000)))
+        await one.wait((await one.create([chat("a"), chat("b"), chat("c", "refuse")]))["id"])
+        left = await one.create([chat("d"), *(chat(f"h{number}", "hang") for number in range(3))])
+        await client.create([chat("e", "hang")])
+        await model.wait_requests(8)
+        numbers = await metrics(client)
+        for status, tenant in (("in_progress", "one"), ("in_progress", "operator")):
+            assert numbers["batches"][(("status", status), ("tenant", tenant))] == 1
+        await one.post(f"/v1/batches/{left['id']}/cancel")
+        await one.wait(left["id"])
+        await client.post("/v1/chat/completions", chat("x", "hello")["body"])
+        numbers = await metrics(client)
+        done = numbers["lines_done_total"]
+        for outcome, count in (("succeeded", 3), ("failed", 1), ("cancelled", 3)):
+            assert done[(("outcome", outcome), ("tenant", "one"))] == count
+        assert numbers["batches_ended_total"][(("status", "cancelled"), ("tenant", "one"))] == 1
+        assert numbers["tokens_per_day"] == {(("tenant", "one"),): 10_000}
+        assert numbers["files"][(("tenant", "one"),)] == 6  # two inputs, and output and errors of both
+        assert numbers["interactive_duration_seconds_count"] == {(): 1}
+
+
+async def test_the_label_of_a_tenant_is_bounded_and_the_sums_hold(tmp_path: Path) -> None:
+    async with backend() as model, serving(tmp_path, model) as client:
+        for number in range(MOST_TENANTS + 20):
+            client.server.turnstile.account(f"tenant-{number:03}").tokens = 10
+        client.server.turnstile.account("tenant-001~2").tokens = 5  # a new tenant of the same name
+        numbers = (await metrics(client))["tokens_total"]
+        assert len(numbers) == MOST_TENANTS + 1 and sum(numbers.values()) == 10 * (MOST_TENANTS + 20) + 5
+        assert numbers[(("tenant", "tenant-001"),)] == 15 and numbers[(("tenant", "other"),)] == 10 * 21
+        assert (await metrics(client))["tokens_total"] == numbers
+
+
+async def metrics(client: Client) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+    """Return the values of the page by name, without its prefix, and by labels."""
+    status, text = await client.send("GET", "/metrics")
+    assert status == 200
+    read_page(text.decode())
+    found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    for line in text.decode().splitlines():
+        if not line.startswith("#"):
+            name, _, value = line.rpartition(" ")
+            name, _, labels = name.partition("{")
+            pairs = re.findall(r'(\w+)="([^"]*)"', labels)
+            found.setdefault(name.removeprefix("batch_agent_serve_"), {})[tuple(sorted(pairs))] = float(value)
+    return found
 
 
 async def test_a_batch_cancelled_in_the_directory_is_cancelled_by_the_server(tmp_path: Path) -> None:

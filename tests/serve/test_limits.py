@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 from tests.serve.served import chat, serving
+from tests.serve.test_anthropic_batches import ROUTE, ask
 from tests.serve.test_openai_batches import backend
 
 from batch_agent.cli.commands.serve import _limits, _models_in, _tenant_in, add_serve_arguments
 from batch_agent.cli.main import main
 from batch_agent.errors import SpecError
 from batch_agent.serve import server
+from batch_agent.serve.catalog import Tenant
 from batch_agent.serve.models import names_in, open_models
 
 
@@ -103,3 +105,25 @@ def test_wrong_arguments_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
     wrong.write_text("[model.a]\n")
     assert main(["serve", "--data", str(tmp_path / "a"), "--config", str(wrong)]) == 1
     assert "model" in capsys.readouterr().err
+
+
+SMALL = Tenant("small", max_bytes=9000)
+
+
+async def test_a_tenant_has_no_more_files_and_bytes_than_its_quota(tmp_path: Path) -> None:
+    async with backend() as model, serving(tmp_path, model) as client:
+        add = client.server.catalog.add_tenant
+        few, small = (client.with_key(add(each)) for each in (Tenant("few", max_files=2), SMALL))
+        told = await asyncio.gather(*(few.try_upload(b"{}") for _ in range(6)))
+        assert sorted(status for status, _ in told) == [200] * 2 + [413] * 4
+        assert {document["error"]["code"] for status, document in told if status == 413} == {"quota_exceeded"}
+        stored = (await few.get("/v1/files"))["data"]
+        assert len(stored) == 2 and len(list((tmp_path / "files").glob("file-*"))) in (2, 4)  # with descriptions
+        assert (await few.send("DELETE", f"/v1/files/{stored[0]['id']}"))[0] == 200
+        assert (await few.try_upload(b"{}"))[0] == 200
+        told = await asyncio.gather(*(small.try_upload(b"x" * 4000) for _ in range(6)))
+        assert 1 <= sum(status == 200 for status, _ in told) <= 2
+        requests = {"requests": [ask("a", "word " * 3000)]}
+        status, _ = await small.send("POST", ROUTE, requests)
+        assert status == 413 and (await small.get(ROUTE))["data"] == []
+        assert (await client.send("POST", ROUTE, requests))[0] == 200  # the operator has no quota

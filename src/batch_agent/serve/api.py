@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -77,6 +78,7 @@ class Api:
     ) -> None:
         self._catalog, self._batches, self._interactive, self._models = catalog, batches, interactive, models
         self._options, self._now = options, options.now
+        self._incoming: Counter[str] = Counter()  # bytes of bodies that are arriving, by tenant
         self._files = catalog.data / "files"
         self._routes: dict[tuple[str, str], Serves] = {
             ("POST", "/v1/files"): self._upload,
@@ -127,6 +129,34 @@ class Api:
         if size > tenant.max_file + MOST_FIELD_BYTES:
             raise self._too_large(tenant)
         self.check_room(size)
+        with self._arriving(tenant, size):
+            return await self._take_upload(request, tenant)
+
+    @contextmanager
+    def _arriving(self, tenant: Tenant, size: int) -> Iterator[None]:
+        """Count the bytes of a body against the quota of its tenant while they arrive."""
+        self._incoming[tenant.name] += size
+        try:
+            yield
+        finally:
+            self._incoming[tenant.name] -= size
+
+    def _check_quota(self, tenant: Tenant, size: int) -> None:
+        """Raise RequestRefused if a tenant may not have another file of ``size`` bytes. Blocks."""
+        most_files, most_bytes = tenant.max_files, tenant.max_bytes
+        if most_files is None and most_bytes is None:
+            return
+        files, stored = self._catalog.stored(tenant.name).get(tenant.name, (0, 0))
+        told = ""
+        if most_files is not None and files >= most_files:
+            told = f"{files} files are stored, and {most_files} are allowed"
+        elif most_bytes is not None and stored + size > most_bytes:
+            told = f"{stored} bytes of files are stored, {size} would be added, and {most_bytes} are allowed"
+        if told:
+            raise RequestRefused(413, f"{told}: delete files that are not needed", code="quota_exceeded")
+
+    async def _take_upload(self, request: web.BaseRequest, tenant: Tenant) -> web.StreamResponse:
+        await in_thread(self._check_quota, tenant, self._incoming[tenant.name])
         id = new_id("file-")
         part, fields = self._files / f"{id}.part", dict[str, str]()
         name: str | None = None
@@ -146,7 +176,11 @@ class Api:
             file = self._checked_file(id, tenant, name, fields, part)
             await _on_disk(sync, part)
             await in_thread(part.rename, self._files / id)
-            await in_thread(self._catalog.add_file, file)
+            try:
+                await in_thread(self._catalog.add_file, file, partial(self._check_quota, tenant, file.bytes))
+            except RequestRefused:
+                await in_thread((self._files / id).unlink, missing_ok=True)
+                raise
         except TimeoutError:
             raise RequestRefused(408, "the file came too slowly") from None
         except BROKEN_FORM as error:
@@ -352,15 +386,17 @@ class Api:
             digest = await self._spool(request, body)
             if (before := await self._before(request, tenant, digest)) is not None:
                 return self._message_batch(request, before)
+            size = body.stat().st_size
             total, model = await in_thread(_read_messages, body, folder)
 
             def admit() -> None:
+                self._check_quota(tenant, size)
                 if over := self._batches.over_limit(tenant, total):
                     raise RequestRefused(429, f"{QUEUE_LIMIT}: {over}")
 
             batch = ServedBatch(
                 id, tenant.name, "anthropic", "/v1/messages", f"{window:g}s", now, now + window, "in_progress",
-                times={"in_progress": now}, total=total, model=model, digest=digest,
+                times={"in_progress": now}, total=total, model=model, digest=digest, bytes=size,
             )  # fmt: skip
             kept = True  # from here on, the catalog says whether it is there
             added = await self._add(request, batch, folder, admit)

@@ -56,6 +56,7 @@ from batch_agent.gateway.live import LiveAnswer
 from batch_agent.gateway.messages import MessagesDialect
 from batch_agent.gateway.responses import ResponsesDialect
 from batch_agent.messages import Conversation, JsonObject, Message, Reply, Sealed
+from batch_agent.observe.exposition import Histogram
 from batch_agent.scheduler.blame import concern_of
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.ordering import FIRST, AgentForecast
@@ -448,6 +449,9 @@ class Interactive:
         self._limits: set[asyncio.Timeout] = set()  # of the requests that are not answered
         self.requests = 0
         self.failures = 0
+        self.seconds = Histogram(
+            "batch_agent_serve_interactive_duration_seconds", "Seconds from an interactive request to its whole answer."
+        )
 
     async def answer(self, request: web.BaseRequest, dialect: ClientDialect, tenant: Tenant) -> web.StreamResponse:
         """Answer one request. Raises RequestRefused."""
@@ -461,6 +465,7 @@ class Interactive:
         if betas := request.headers.get("anthropic-beta"):
             asked.headers = {"anthropic-beta": betas}
         self.requests += 1
+        began = asyncio.get_running_loop().time()
         try:
             if asked.stream:
                 return await self._streamed(request, asked, tenant)
@@ -468,6 +473,8 @@ class Interactive:
         except RequestRefused:
             self.failures += 1
             raise
+        finally:
+            self.seconds.observe(asyncio.get_running_loop().time() - began)
         return json_response(dialect.document(reply, asked, envelope(asked)), headers={"Cache-Control": "no-cache"})
 
     def stop(self) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 import sqlite3
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -186,8 +186,7 @@ class RunningBatch(Entrant):
                 return line, own, body
             except RequestRefused as refused:
                 answer = failed_line(self.batch.endpoint, self._name(line.number), refused)
-                self.lines.put(line.number, own, answer.outcome, ok=False)
-                self._written.set()
+                self._put(line.number, own, answer)
         return None
 
     def _next_in_order(self) -> BatchLine | None:
@@ -293,7 +292,11 @@ class RunningBatch(Entrant):
             told = cast("dict[str, Any]", result.output)  # of ``answer_line``
             answer = LineAnswer(told["ok"], told["outcome"])
         row = cast("dict[str, Any]", result.input)
-        self.lines.put(result.index, row["id"], answer.outcome, ok=answer.ok)
+        self._put(result.index, row["id"], answer)
+
+    def _put(self, number: int, own: str, answer: LineAnswer) -> None:
+        self.lines.put(number, own, answer.outcome, ok=answer.ok)
+        self._turnstile.account(self.tenant).done["succeeded" if answer.ok else "failed"] += 1
         self._written.set()
 
     async def keep_flushed(self) -> None:
@@ -362,6 +365,7 @@ class ServedBatches:
         self._stops: dict[str, asyncio.Event] = {}  # set when a batch is cancelled
         self._validating = asyncio.Semaphore(VALIDATIONS)
         self._waiting: dict[str, dict[str, tuple[float, asyncio.Future[None]]]] = {}  # by tenant and batch
+        self.ended: Counter[tuple[str, str]] = Counter()  # batches since this process started, by tenant and status
         self._open: dict[str, set[str]] = {}  # batches with an open run, by tenant
         self.failures = 0  # of batches, by a bug
         self._left: dict[str, int] = {}  # lines that were left when work on a batch last ended
@@ -547,6 +551,7 @@ class ServedBatches:
             usage=dict(tallied.usage),
             errors=why if reason else batch.errors,
         )
+        self._turnstile.account(batch.tenant).done.update(tallied.not_done)
         await self._put(*await in_thread(with_files, self.folder(batch.id), done, self._keep))
         await self.forget_run(batch.id)
 
@@ -757,6 +762,7 @@ class ServedBatches:
         """Write a batch that has ended, with the notice to its tenant."""
         notice = notice_of(batch, self._now())
         await in_thread(self._catalog.put_batch, batch, files or [], notice)
+        self.ended[batch.tenant, batch.status] += 1
         self._notify()
 
     # How many runs are open

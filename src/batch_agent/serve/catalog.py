@@ -101,6 +101,8 @@ class Tenant:
     max_queued: int = 1_000_000
     tokens_per_day: int | None = None
     max_file: int = 2 * GB
+    max_files: int | None = None  # that it may have; None: any number
+    max_bytes: int | None = None  # of all its files together
     webhook: str = ""
     secret: str = ""  # signs what is sent to the webhook
     created: float = 0.0
@@ -176,6 +178,7 @@ class ServedBatch:
     error_file: str = ""
     stop: str = ""
     digest: str = ""  # of the body that created it
+    bytes: int = 0  # of a Message Batch: of that body
 
     @property
     def is_over(self) -> bool:
@@ -450,8 +453,19 @@ class Catalog:
 
     # Files
 
-    def add_file(self, file: StoredFile) -> None:
+    def stored(self, tenant: str | None = None) -> dict[str, tuple[int, int]]:
+        """Return number and bytes of the files of each tenant, or of one; requests of Message Batches are files too."""
+        query = (
+            "SELECT tenant, COUNT(*), SUM(json_extract(document, '$.bytes')) FROM (SELECT tenant, document FROM file "
+            "UNION ALL SELECT tenant, document FROM batch WHERE wire = 'anthropic') WHERE ? IN (tenant, '') "
+            "GROUP BY tenant"
+        )
+        return {name: (int(files), int(size or 0)) for name, files, size in self._rows(query, tenant or "")}
+
+    def add_file(self, file: StoredFile, admit: Callable[[], None] = lambda: None) -> None:
+        """Add a file. Raises what ``admit`` raises: it is called in the same transaction."""
         with self._writing() as db:
+            admit()
             insert_file(db, file)
             self._descriptions.due.add(("file", file.id))
 

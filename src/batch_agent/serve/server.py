@@ -27,7 +27,7 @@ from batch_agent.door import Door, RequestRefused, given_key, is_loopback, json_
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.events import TypedSink
 from batch_agent.messages import JsonObject
-from batch_agent.observe.exposition import Counter, Gauge, metrics_response, page
+from batch_agent.observe.exposition import metrics_response
 from batch_agent.observe.metrics import Clock
 from batch_agent.record.address import StoreAddress
 from batch_agent.record.lock import Lock
@@ -45,6 +45,7 @@ from batch_agent.serve.directory import ADDRESS_FILE, ERRORS, LOCK_FILE, OUTPUT,
 from batch_agent.serve.governor import Governor
 from batch_agent.serve.ledger import TokenLedger
 from batch_agent.serve.models import ServedModels
+from batch_agent.serve.numbers import ServeNumbers
 from batch_agent.serve.objects import batch_object, read_limit, shown_beside
 from batch_agent.serve.parts import ServerParts
 from batch_agent.serve.recovery import open_catalog
@@ -364,7 +365,7 @@ ROW_STATES = ("succeeded", "failed", "waiting")
 
 class Admin:
     def __init__(self, service: BatchService) -> None:
-        self._service, self._began = service, monotonic()
+        self._service, self._began, self._numbers = service, monotonic(), ServeNumbers(service)
         self.open_metrics = is_loopback(service.options.host)  # they need no key
 
     async def _tenant(self, request: web.BaseRequest) -> Tenant:
@@ -486,37 +487,4 @@ class Admin:
         """Return the page of numbers. Raises RequestRefused."""
         if not self.open_metrics and not (await self._tenant(request)).is_operator:
             raise RequestRefused(403, "/metrics needs the operator's key")
-        return await in_thread(self._numbers)
-
-    def _numbers(self) -> str:
-        turnstile, governor = self._service.turnstile, self._service.turnstile.governor
-        name = "batch_agent_serve"
-        lines = Gauge(f"{name}_lines_in_flight", "Lines of batches in flight.", ("tenant",))
-        tokens = Counter(f"{name}_tokens_total", "Tokens used since the start.", ("tenant",))
-        for tenant, account in sorted(turnstile.accounts.items()):
-            lines.set(account.inflight, tenant)
-            tokens.add(account.tokens, tenant)
-        batches = Gauge(f"{name}_batches", "Batches that have not ended, by status.", ("status",))
-        left = Gauge(f"{name}_lines_left", "Lines that are not done.", ("tenant",))
-        counts: dict[str, int] = {}
-        for batch in map(self._service.batches.progress, self._service.catalog.unfinished()):
-            batches.set(batches.values.get((batch.status,), 0) + 1, batch.status)
-            counts[batch.tenant] = counts.get(batch.tenant, 0) + batch.total - batch.completed - batch.failed
-        for tenant, count in sorted(counts.items()):
-            left.set(count, tenant)
-        requests = Counter(f"{name}_interactive_requests_total", "Interactive requests.")
-        requests.add(self._service.interactive.requests)
-        failures = Counter(f"{name}_interactive_failures_total", "Interactive requests that failed.")
-        failures.add(self._service.interactive.failures)
-        people = Gauge(f"{name}_interactive_in_flight", "Interactive requests in flight.")
-        people.set(governor.active)
-        ratio = Gauge(
-            f"{name}_interactive_latency_ratio", "Latency of interactive requests over that of an idle engine."
-        )
-        ratio.set(governor.ratio)
-        restarts = Counter(f"{name}_part_failures_total", "Failures of a part of the server by a bug.", ("part",))
-        parts = {**self._service.parts.failures, "batches": self._service.batches.failures}
-        for part, often in parts.items():
-            restarts.add(often, part)
-        upstreams = self._service.upstreams.numbers()
-        return page([lines, tokens, batches, left, requests, failures, people, ratio, restarts, *upstreams])
+        return await in_thread(self._numbers.page)

@@ -11,7 +11,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf, isinf
 
 from batch_agent.backends.base import Load
@@ -41,6 +41,7 @@ class TenantAccount:
     inflight: int = 0
     tokens: int = 0  # in all, since this process started
     longest: int = 0  # tokens of its longest answer
+    done: Counter[str] = field(default_factory=Counter)  # lines since this process started, by outcome
 
 
 class Entrant(ABC):

@@ -167,8 +167,9 @@ def _keys(options: argparse.Namespace) -> int:
         if options.does == "list":
             for tenant in catalog.tenants():
                 limits = [f"share {tenant.share:g}", f"max-queued {tenant.max_queued}", f"max-file {tenant.max_file}"]
-                if tenant.tokens_per_day is not None:
-                    limits.append(f"tokens-per-day {tenant.tokens_per_day}")
+                for term in ("tokens_per_day", "max_files", "max_bytes"):
+                    if (value := getattr(tenant, term)) is not None:
+                        limits.append(f"{term.replace('_', '-')} {value}")
                 if tenant.webhook:
                     limits.append(f"webhook {tenant.webhook}")
                 if tenant.configured:
@@ -337,7 +338,9 @@ TERMS: Mapping[str, tuple[Callable[[str], object], str, str]] = {
     "share": (amount, "SHARE", "weight beside other tenants (default 1)"),
     "max_queued": (positive, "N", "lines that may wait (default 1000000)"),
     "tokens_per_day": (positive, "N", "after which lines wait (default: any number)"),
-    "max_file": (byte_size, "SIZE", "(default 2GB)"),
+    "max_file": (byte_size, "SIZE", "of one file (default 2GB)"),
+    "max_files": (positive, "N", "files that it may have (default: any number)"),
+    "max_bytes": (byte_size, "SIZE", "of all its files together (default: any number)"),
     "webhook": (str, "URL", "gets a signed notice when a batch ends"),
 }
 METAVARS = {"interactive_latency": "FACTOR", "reserve": "SIZE"} | dict.fromkeys(
