@@ -38,14 +38,16 @@ def test_what_the_dashboard_and_the_alerts_use_exists(file: str) -> None:
     assert used and used <= existing()
 
 
-def test_every_panel_of_the_dashboard_asks_something() -> None:
-    dashboard = json.loads((ROOT / "deploy/grafana/dashboard.json").read_text())
+@pytest.mark.parametrize("file", ["dashboard.json", "serve.json"])
+def test_every_panel_of_the_dashboard_asks_something(file: str) -> None:
+    dashboard = json.loads((ROOT / "deploy/grafana" / file).read_text())
     assert all(target["expr"] for panel in dashboard["panels"] for target in panel["targets"])
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
 
 
-def test_promtool_takes_the_alerts() -> None:
-    assert promtool("check", "rules", str(ROOT / "deploy/prometheus/alerts.yml")) in ("", None)
+@pytest.mark.parametrize("file", ["alerts.yml", "serve-alerts.yml"])
+def test_promtool_takes_the_alerts(file: str) -> None:
+    assert promtool("check", "rules", str(ROOT / "deploy/prometheus" / file)) in ("", None)
 
 
 def test_every_event_and_each_of_its_fields_is_on_the_page_of_events() -> None:

@@ -210,6 +210,24 @@ async def test_the_label_of_a_tenant_is_bounded_and_the_sums_hold(tmp_path: Path
         assert (await metrics(client))["tokens_total"] == numbers
 
 
+async def test_the_numbers_of_a_server_are_those_of_the_page_the_dashboard_and_the_alerts(tmp_path: Path) -> None:
+    name = re.compile(r"batch_agent_serve_([a-z_]+[a-z])")
+    async with backend() as model, serving(tmp_path, model) as client:
+        parts = client.server.admin._numbers
+        families = [*parts._of_tenants(), *parts._of_batches(), *parts._of_people(), *parts._of_server()]
+        existing = {each.name for each in [*families, *client.server.upstreams.numbers()]}
+        existing = {each.removeprefix("batch_agent_serve_") for each in existing}
+    (table,) = re.findall(r"\| metric .*?\n\n", (ROOT / "docs/serve.md").read_text(), re.DOTALL)
+    documented = {each for row in table.splitlines()[2:] if row for each in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert documented == existing
+    for file in ("deploy/grafana/serve.json", "deploy/prometheus/serve-alerts.yml"):
+        used = {re.sub("_(bucket|count|sum)$", "", each) for each in name.findall((ROOT / file).read_text())}
+        assert used and used <= existing
+
+
+ROOT = Path(__file__).parents[2]
+
+
 async def metrics(client: Client) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
     """Return the values of the page by name, without its prefix, and by labels."""
     status, text = await client.send("GET", "/metrics")

@@ -63,6 +63,7 @@ from batch_agent.scheduler.ordering import FIRST, AgentForecast
 from batch_agent.serve.catalog import Tenant
 from batch_agent.serve.ledger import DayUsed
 from batch_agent.serve.models import ServedModels
+from batch_agent.serve.numbers import NAME
 from batch_agent.serve.turnstile import Turnstile
 from batch_agent.serve.upstreams import ModelServers, again_after, for_clients
 
@@ -450,7 +451,7 @@ class Interactive:
         self.requests = 0
         self.failures = 0
         self.seconds = Histogram(
-            "batch_agent_serve_interactive_duration_seconds", "Seconds from an interactive request to its whole answer."
+            f"{NAME}_interactive_duration_seconds", "Seconds from an interactive request to its whole answer."
         )
 
     async def answer(self, request: web.BaseRequest, dialect: ClientDialect, tenant: Tenant) -> web.StreamResponse:
