@@ -136,6 +136,26 @@ def test_fields_inside_fields_and_lists_with_the_same_words_are_told_apart() -> 
     assert found == {"all": 0.9, "mood": 0.2, "inner.mood": 0.4}
 
 
+def test_a_field_of_an_item_of_a_list_is_not_the_field_of_the_answer() -> None:
+    of = {"mood": {"enum": ["good", "bad"]}, "all": {"type": "array"}}
+    for last in ('[{"mood": "bad"}]', '[[{"mood": "bad"}]]', '[{"mood": "bad"}, {"mood": "bad"}]'):
+        parts = ['{"mood": "', "good", '", "all": ', last, "}"]
+        found = doubts("".join(parts), *(token(part, 0.8 if part == "good" else 1) for part in parts), of=of)
+        assert found == {"mood": 0.2, "all": 0.0}
+    parts = ['{"mood": "', "good", '", "": {"mood": "bad"}}']
+    found = doubts("".join(parts), *(token(part, 0.8 if part == "good" else 1) for part in parts))
+    assert found == {"mood": 0.2}
+
+
+def test_an_answer_with_many_fields_is_read_in_time_that_grows_with_its_length() -> None:
+    text = json.dumps({f"k{number}": number for number in range(20_000)} | {"mood": "good"})
+    assert doubts(text, token(text, 0.8)) == {"mood": 0.2}
+    items = json.dumps({"all": [{"mood": "bad", "n": number} for number in range(10_000)], "mood": "good"})
+    assert doubts(items, token(items, 0.8)) == {"mood": 0.2}
+    nested = '{"a":' * 5_000 + "1" + "}" * 5_000
+    assert doubts(nested, token(nested)) == {"mood": None}
+
+
 def test_of_a_key_that_comes_twice_the_last_value_counts() -> None:
     said = [token('{"mood":"'), token("bad", 0.2), token('","mood":"'), token("good", 0.9), token('"}')]
     assert doubts('{"mood":"bad","mood":"good"}', *said) == {"mood": 0.1}

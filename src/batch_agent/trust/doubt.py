@@ -93,6 +93,7 @@ class _Reader:
     def __init__(self, data: bytes, end: int) -> None:
         self._data, self._end = data, end
         self.spans: dict[str, Span] = {}
+        self._seen: set[str] = set()  # names of fields
 
     def read(self, begin: int) -> bool:
         """Return whether there is one JSON value up to the end."""
@@ -107,7 +108,7 @@ class _Reader:
         found = _SPACE.match(self._data, at, self._end)
         return at if found is None else found.end()
 
-    def _value(self, at: int, name: str, depth: int) -> int | None:
+    def _value(self, at: int, name: str | None, depth: int) -> int | None:
         first = self._data[at : min(at + 1, self._end)]
         if first in (b"{", b"["):
             end = self._items(at, name, depth - 1, in_object=first == b"{") if depth else None
@@ -118,21 +119,19 @@ class _Reader:
             self.spans[name] = (at, end)
         return end
 
-    def _items(self, at: int, above: str, depth: int, *, in_object: bool) -> int | None:
+    def _items(self, at: int, above: str | None, depth: int, *, in_object: bool) -> int | None:
         close = b"}" if in_object else b"]"
         at = self._space(at + 1)
         if self._data[at : at + 1] == close:
             return at + 1
         while True:
-            name = ""
+            name = None  # of an item, which is no field
             if in_object:
                 key = _STRING.match(self._data, at, self._end)
                 if key is None or (colon := self._space(key.end())) >= self._end or self._data[colon] != ord(":"):
                     return None
                 at = self._space(colon + 1)
-                name = self._named(above, key.group())
-                for known in [each for each in self.spans if each == name or each.startswith(f"{name}.")]:
-                    del self.spans[known]
+                name = None if above is None else self._named(above, key.group())
             end = self._value(at, name, depth)
             if end is None:
                 return None
@@ -144,12 +143,20 @@ class _Reader:
                 return None
             at = self._space(at + 1)
 
-    def _named(self, above: str, key: bytes) -> str:
+    def _named(self, above: str, key: bytes) -> str | None:
+        """Return the name of a field, and forget an earlier value of it."""
         try:
-            own = json.loads(key)
+            own = str(json.loads(key))
         except ValueError:
-            return ""
-        return f"{above}.{own}" if above else str(own)
+            return None
+        if not own:
+            return None
+        name = f"{above}.{own}" if above else own
+        if name in self._seen:
+            for known in [each for each in self.spans if each == name or each.startswith(f"{name}.")]:
+                del self.spans[known]
+        self._seen.add(name)
+        return name
 
 
 def _whole(tokens: Sequence[TokenChance]) -> Sequence[TokenChance]:
