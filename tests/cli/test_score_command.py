@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cli.commandline import batch_agent, rows, serving
+from tests.cli.commandline import batch_agent, rows, serving, started
 
 from batch_agent.testing import Fail, Request, Say
 from batch_agent.trust.intervals import at_least, clopper_pearson
@@ -182,3 +183,40 @@ async def test_sealed_gold_is_opened_by_score(tmp_path: Path) -> None:
     assert half["all"]["rows"] + rest["all"]["rows"] == 60
     assert half["sealed"] == rest["all"]["rows"]
     assert rest["sample"] == "a random sample of the table"
+
+
+async def test_the_stop_after_a_pilot_wins_over_what_is_required(tmp_path: Path) -> None:
+    labelled(tmp_path)
+    outcome, asked = await run(tmp_path, "--gold", "label", "--pilot", "5", "--require", "accuracy >= 0.99")
+    assert outcome.code == 7, outcome.stderr
+    assert "is not met" in outcome.stderr
+    assert len(asked) == 5
+    score = json.loads((await batch_agent(tmp_path, "score", "run", "--json")).stdout)
+    assert (score["all"]["rows"], score["pending"], score["population"]) == (5, 0, 20)
+    assert score["sample"] == "a random sample of the table"
+
+
+async def test_a_run_that_runs_is_scored_and_counts_its_pending_rows(tmp_path: Path) -> None:
+    labelled(tmp_path)
+    go = asyncio.Event()
+
+    async def script(request: Request) -> Say:
+        if "t7" in str(request.body):
+            await go.wait()
+        return calm(request)  # type: ignore[return-value]
+
+    async with serving(tmp_path, script, SPEC) as server:
+        flags = ("--inputs", "rows.jsonl", "--run-dir", "run", "--output", "out.jsonl", "--gold", "label")
+        async with started(tmp_path, "run", "spec.yaml", *flags) as process:
+            while len(server.requests) < 20 or not (tmp_path / "run" / "results.jsonl").exists():
+                await asyncio.sleep(0.01)
+            score: dict[str, Any] = {"all": {"rows": 0}}
+            while score["all"]["rows"] < 19:
+                found = await batch_agent(tmp_path, "score", "run", "--json")
+                assert found.code == 0, found.stderr
+                score = json.loads(found.stdout)
+            assert score["pending"] == 1
+            assert score["all"]["interval"] == pytest.approx(list(clopper_pearson(14, 20)))
+            go.set()
+            await process.communicate()
+    assert process.returncode == 0

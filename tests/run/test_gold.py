@@ -17,6 +17,7 @@ from batch_agent import BatchAgent, Pipeline, Results
 from batch_agent.errors import SpecError
 from batch_agent.job import AgentResult
 from batch_agent.record.reader import open_run
+from batch_agent.record.redis.reading import RedisReader
 from batch_agent.record.score_reader import score_of_run
 from batch_agent.testing import Fail, Request, Say, ScriptedBackend, ScriptedServer
 from batch_agent.trust.intervals import clopper_pearson, finite
@@ -377,6 +378,10 @@ async def test_workers_of_other_processes_get_no_gold(shape: Shape, tmp_path: Pa
     with open_run(shape.place) as run:
         assert CANARY not in json.dumps(run.facts())
         recorded = score_of_run(run, {})
+        if isinstance(run, RedisReader):
+            assert '"asked"' in (run.store.get_file("looks.jsonl") or "")
+        else:
+            assert b'"asked"' in (Path(shape.place) / "looks.jsonl").read_bytes()
     assert recorded["mood"].right == 14
     assert recorded.looks == 0
 

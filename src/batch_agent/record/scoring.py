@@ -171,10 +171,15 @@ def with_looks(score: Score, asked: str, *, run: str = "", count: bool = True) -
     return replace(score, looks=looks_before(score.digests, asked, run=run, count=count and bool(score.all.rows)))
 
 
+def looks_lines(score: Score) -> list[bytes]:
+    """Return what the ledger says of the gold of a score, as lines."""
+    return [to_json(line) + b"\n" for line in looks_of(score.digests)]
+
+
 def keep_looks(score: Score, directory: Path) -> None:
     """Copy what the ledger says of this gold into the record of a run. A record that cannot be written stays as it is:
     the score is there without it."""
-    lines = b"".join(to_json(line) + b"\n" for line in looks_of(score.digests))
+    lines = b"".join(looks_lines(score))
     path = directory / LEDGER
     with suppress(OSError, StoreError):
         before = path.read_bytes() if path.exists() else b""

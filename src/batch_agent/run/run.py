@@ -736,7 +736,8 @@ class Run(Generic[T]):
                 await to_its_end(asyncio.ensure_future(self._feeder.count_work()))
                 if self.scoring is not None and self._record is not None:
                     await in_thread(partial(self.scoring.keep, self._record))
-                facts["summary"] = summary_json(self._controls.statistics()) | measured(self._controls, self._prepared)
+                score = measured(self._controls, self._prepared, store)
+                facts["summary"] = summary_json(self._controls.statistics()) | score
                 if ended == "pilot":
                     self._feeder.record_pilot()
                 failed = await self._feeder.end(facts) or failed

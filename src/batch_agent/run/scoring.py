@@ -15,13 +15,13 @@ from batch_agent.errors import SpecError, StoreError
 from batch_agent.files.gold import TakenGold
 from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject
-from batch_agent.record.address import directory_of
 from batch_agent.record.directory import DirectoryStore
+from batch_agent.record.looks import LEDGER
 from batch_agent.record.memory import MemoryStore
 from batch_agent.record.private import private
 from batch_agent.record.rundir import GOLD
-from batch_agent.record.scoring import RunGold, add_result, asked_of, keep_looks, with_looks
-from batch_agent.record.store import RunStore
+from batch_agent.record.scoring import RunGold, add_result, asked_of, keep_looks, looks_lines, with_looks
+from batch_agent.record.store import RunStore, WorkStore
 from batch_agent.trust.score import Score
 from batch_agent.trust.table import PilotSample, Scoring
 
@@ -102,17 +102,19 @@ def no_gold() -> SpecError:
     return SpecError("there is no gold to score by: give gold, a column or a file with the right answers of some rows")
 
 
-def measured(controls: Controls, prepared: Prepared) -> JsonObject:
+def measured(controls: Controls, prepared: Prepared, store: WorkStore) -> JsonObject:
     """Return the score of a run for its summary, and copy the looks at its gold into its record; {} without gold."""
-    directory = directory_of(prepared.spec.run_dir)
-    if prepared.gold is None or (directory is None and prepared.spec.run_dir is not None):
-        return {}  # workers read the facts of a run in Redis, and a score has gold in its matrix
+    if prepared.gold is None:
+        return {}
     try:
         found = controls.score()
     except SpecError as error:  # of the user's own function: the answers are there
         return {"score": None, "score_error": str(error)}
-    if directory is not None:
-        keep_looks(found, directory)
+    if isinstance(store, DirectoryStore):
+        keep_looks(found, store.path)
+    elif type(store) is not MemoryStore:
+        store.put_file(LEDGER, b"".join(looks_lines(found)).decode())
+        return {}  # workers read the facts of a run in Redis, and a score has gold in its matrix
     return {"score": found.to_json()}
 
 
