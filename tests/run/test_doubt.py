@@ -7,9 +7,10 @@ import json
 import logging
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from pydantic import BaseModel, Field
 
 from batch_agent import AgentResult, BatchAgent, Tool
 from batch_agent.backends.base import Capabilities
@@ -198,3 +199,32 @@ async def test_a_token_whose_log_probability_the_server_does_not_know_gives_no_d
     ) as server:
         [result, _] = await run(server)
     assert result.doubts == {"mood": None, "why": 0.0}
+
+
+class Renamed(BaseModel):
+    mood: Literal["good", "bad"] = Field(alias="Mood")
+
+
+async def test_a_field_that_the_model_knows_by_another_name_has_its_own_name_in_votes_doubts_and_gold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    told = [TokenChance(b'{"Mood": "', 0.0), TokenChance(b"good", math.log(0.75)), TokenChance(b'"}', 0.0)]
+    backend = ScriptedBackend(
+        lambda request: Say('{"Mood": "good"}', tokens=told),
+        capabilities=Capabilities(native_schema=True, logprobs=True),
+    )
+    results = await BatchAgent.run(
+        task="{text}",
+        inputs=[{"text": "a", "label": "good"}, {"text": "b", "label": "bad"}],
+        output_schema=Renamed,
+        samples=3,
+        doubt=True,
+        gold="label",
+        backend=backend,
+    )
+    assert results[0].votes == {"mood": {"counts": {"good": 2}, "against": 0}}
+    assert results[0].doubts == {"mood": pytest.approx(0.25)}
+    assert results[0].output == Renamed(Mood="good")
+    assert results.score()["mood"].accuracy == 0.5
+    assert [each.rows for each in results.calibration()["mood"]] == [0, 0, 0, 0, 2]

@@ -655,7 +655,7 @@ class Agent:
             *(not self._trail.fresh, 1, job.shortened, work.artifacts),
         )
         if work.r.doubted is not None and verdict is None:
-            result.doubts = work.doubts or dict.fromkeys(field.name for field in work.r.doubted)  # type: ignore[misc]
+            result.doubts = work.doubts or dict.fromkeys(name for _, name in work.r.doubted)  # type: ignore[misc]
         return cast("AgentResult[object]", result)
 
     @property

@@ -61,8 +61,7 @@ from batch_agent.record.replay import NO_MESSAGES, chain
 from batch_agent.record.steps import Spent
 from batch_agent.scheduler.ordering import Streaming, pin_seconds
 from batch_agent.tools.pool import PendingCall, ToolPool
-from batch_agent.trust.doubt import doubts_of
-from batch_agent.trust.gold import GoldField
+from batch_agent.trust.doubt import Doubted, doubts_of
 
 if TYPE_CHECKING:
     from batch_agent.agent.agent import CallOutcome, Work
@@ -105,7 +104,7 @@ class Resources:
     digests: ShapeDigests = field(default_factory=ShapeDigests)
     traces: Traces | None = None  # None: the run is not traced
     hints: bool = True  # send hints about each agent to servers that plan
-    doubted: Sequence[GoldField] | None = None  # the fields whose doubts are wanted; None: none
+    doubted: Sequence[Doubted] | None = None  # the fields whose doubts are wanted; None: none
     answers: int = 0  # number of complete answers
     answer_tokens: int = 0  # sum over all of them
 
@@ -425,8 +424,10 @@ class Dialogue:
         if fields is None or tokens is None or reply.tool_calls:
             return replace(reply, tokens=None)
         documents = [] if self.schema is None else documents_in(reply.text)
-        doubts = doubts_of(reply.text, tokens, fields, documents, reasoned=bool(reply.reasoning))
-        return replace(reply, tokens=None, doubts=doubts)
+        asked = [field for field, _ in fields]
+        doubts = doubts_of(reply.text, tokens, asked, documents, reasoned=bool(reply.reasoning))
+        named = {name: doubts[field.name] for field, name in fields if field.name in doubts}
+        return replace(reply, tokens=None, doubts=named)
 
     def _recorded(self, shape: RequestShape) -> tuple[str, int, Reply | None]:
         """Return the digest and the number of the next request, and its recorded answer. Raises ReplayMismatch if the

@@ -49,7 +49,7 @@ from batch_agent.scheduler.server_state import Terms
 from batch_agent.spec import BatchSpec
 from batch_agent.tools.base import Tool, resolve_tools
 from batch_agent.tools.threads import THREADS
-from batch_agent.trust.gold import GoldField
+from batch_agent.trust.doubt import Doubted
 from batch_agent.trust.votes import Function, Voting, leaves, rules_of
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Prepared:
     context: int | None = None  # the model's context in tokens, from the user or the server
     where: object = None  # the backend as it was given, in the options, the environment or the record
     voting: Voting | None = None  # set if each row has several samples
-    doubted: tuple[GoldField, ...] | None = None  # the fields whose doubts are wanted
+    doubted: tuple[Doubted, ...] | None = None  # the fields whose doubts are wanted
     carry: tuple[str, ...] = ()  # fields of its rows that the rows of later stages have too
     examples: Examples | None = None  # in the system prompt
     gold: TakenGold | None = None  # the right answers of some rows, which are not in the inputs
@@ -200,11 +200,14 @@ def prepare(spec: BatchSpec, *, sends: bool = True, confined: bool = False) -> P
     )
 
 
-def _doubted(spec: BatchSpec, schema: OutputSchema[object] | None, backend: Backend) -> tuple[GoldField, ...]:
+def _doubted(spec: BatchSpec, schema: OutputSchema[object] | None, backend: Backend) -> tuple[Doubted, ...]:
     """Return the fields whose doubts are wanted. Raises SpecError if nothing could tell them."""
     if not backend.capabilities.logprobs and spec.samples == 1:
         raise SpecError(f"doubt: {backend.name} reports no log-probabilities; give samples=3, and votes tell the doubt")
-    return tuple(leaves(None if schema is None else schema.json_schema))
+    if schema is None:
+        return tuple((field, field.name) for field in leaves(None))
+    asked, written = [*leaves(schema.json_schema)], [*leaves(schema.written_schema)]
+    return tuple((one, other.name) for one, other in zip(asked, written, strict=False))
 
 
 def _with_examples(spec: BatchSpec, schema: OutputSchema[object] | None) -> tuple[BatchSpec, Examples | None]:
@@ -254,7 +257,7 @@ def _voting(
             f"samples={spec.samples}: each sample would call {', '.join(writing)}, which may write; leave the tool "
             "out, or declare that it only reads (docs/tools.md)"
         )
-    rules = rules_of(spec.vote, None if schema is None else schema.json_schema, _imported)
+    rules = rules_of(spec.vote, None if schema is None else schema.written_schema, _imported)
     try:
         backend.check(replace(shapes.first, seed=0))
         takes_seed = True

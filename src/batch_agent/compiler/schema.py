@@ -129,6 +129,11 @@ class OutputSchema(ABC, Generic[T_co]):
         """Return whether a value that was written is certainly the same when it is read again."""
         return True
 
+    @property
+    def written_schema(self) -> JsonObject:
+        """The JSON schema with the names of fields that ``to_plain`` writes. A model may know them by other names."""
+        return self.json_schema
+
     @abstractmethod
     def to_plain(self, value: object) -> object:
         """Return a value of this schema as plain JSON data. Raises whatever the user's own serializers raise."""
@@ -162,6 +167,10 @@ class _TypeSchema(OutputSchema[object]):
     @functools.cached_property
     def reads_back(self) -> bool:
         return _reads_back(self._adapter.core_schema)
+
+    @functools.cached_property
+    def written_schema(self) -> JsonObject:
+        return self._adapter.json_schema(by_alias=False)
 
     def to_plain(self, value: object) -> object:
         # A validator may have returned another type than declared; it is then written as it is.

@@ -165,7 +165,7 @@ def checked_gold(
     given: GivenGold, schema: OutputSchema[object] | None, *, known: bool = True, columns: Sequence[str] = ()
 ) -> Gold:
     """Return the fields with gold, which check values by the schema. ``known``: False if the schema is not known."""
-    shape = None if schema is None else schema.json_schema
+    shape = None if schema is None else schema.written_schema
     gold = gold_of(cast("str | Mapping[str, str]", given), shape, known=known, columns=columns)
     return Gold([_with_check(each) for each in gold.fields.values()], gold.columns)
 

@@ -200,7 +200,7 @@ def facts_of(
         "backend": prepared.backend.name,
         "total": prepared.plan.total,
         OPTIONS: options_of(prepared),
-        SCHEMA: None if prepared.schema is None else prepared.schema.json_schema,
+        SCHEMA: None if prepared.schema is None else prepared.schema.written_schema,
     }
     if prepared.gold is not None:
         facts[GOLD_FACT] = prepared.gold.facts

@@ -23,6 +23,7 @@ LONGEST = 64  # bytes of a value that is no class
 CLASSES = ("class", "boolean", "integer")
 DEEPEST = 64  # of the JSON of an answer
 Span: TypeAlias = tuple[int, int]  # of bytes
+Doubted: TypeAlias = tuple[GoldField, str]  # a field as a model writes it, and its name in the output
 
 _SPACE = re.compile(rb"[ \t\r\n]*")
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
