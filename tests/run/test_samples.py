@@ -80,7 +80,7 @@ async def test_the_summary_says_what_the_stop_saved() -> None:
         by_row({row: ["good", "good"] for row in "abcd"} | {"e": ["good", "bad", "bad"]}), inputs=list("abcde")
     )
     summary = results.summary.to_json()  # type: ignore[attr-defined]
-    assert summary["samples"] == {"rows": 5, "asked": 11, "spared": 4, "identical": False}
+    assert summary["samples"] == {"rows": 5, "asked": 11, "spared": 4, "identical": False, "rows_identical": 4}
     assert "11 samples of 5 rows voted; 4 more (26 %) could not have changed a vote" in str(results.summary)  # type: ignore[attr-defined]
 
 
@@ -357,7 +357,13 @@ async def test_a_function_votes_in_other_processes(tmp_path: Path) -> None:
             run_dir=tmp_path,
         )
     assert [result.output for result in results] == [{"mood": "bad"}] * 2
-    assert results.summary.to_json()["samples"] == {"rows": 2, "asked": 6, "spared": 0, "identical": False}
+    assert results.summary.to_json()["samples"] == {
+        "rows": 2,
+        "asked": 6,
+        "spared": 0,
+        "identical": False,
+        "rows_identical": 0,
+    }
 
 
 @virtual_clock

@@ -113,6 +113,7 @@ def summary_json(
             "asked": statistics.samples,
             "spared": statistics.samples_spared,
             "identical": statistics.samples_are_identical,
+            "rows_identical": statistics.samples_identical,
         },
         "schema_note": statistics.schema_note or None,
         "peak_inflight": statistics.peak_running,

@@ -5,6 +5,7 @@ wire, as strict as its API · ``BatchServer`` the batch APIs of both · ``Script
 sockets · ``SimulatedServer`` the simulated engine over HTTP · ``run_virtual``, ``virtual_clock`` virtual time.
 """
 
+from batch_agent.messages import TokenChance
 from batch_agent.testing.backend import ScriptedBackend
 from batch_agent.testing.batch_server import BatchJob, BatchServer
 from batch_agent.testing.clock import VirtualClockDeadlock, VirtualClockLoop, run_virtual, virtual_clock
@@ -29,6 +30,7 @@ __all__ = [
     "ScriptedServer",
     "SimulatedServer",
     "StreamError",
+    "TokenChance",
     "ToolUse",
     "VirtualClockDeadlock",
     "VirtualClockLoop",
