@@ -14,6 +14,7 @@ import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import aclosing, contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
 from batch_agent.documented import documented
@@ -225,6 +226,7 @@ async def _collect(
     from batch_agent.observe.progress import ProgressDisplay, show_address, with_expected
     from batch_agent.results import Results, Summary, with_unfinished
     from batch_agent.run.interruption import interrupted_words
+    from batch_agent.run.pilot import outlook_of_run
     from batch_agent.run.scoring import final_score
     from batch_agent.view.beside import PageBeside
 
@@ -254,10 +256,13 @@ async def _collect(
             done = sorted(taken, key=lambda result: result.index)
             error.results = Results(done, summary(), spec.output_schema, page, run.gold())  # type: ignore[attr-defined]
         raise
-    view.conclude(str(summary()))
-    asked = run.pilot_rows.indexes if run.pilot_rows is not None and run.pilot_rows.stopped else None
+    whole, asked = summary(), None
+    if (pilot := run.pilot_rows) is not None and pilot.stopped:
+        asked = pilot.indexes
+        whole = replace(whole, pilot=await outlook_of_run(run, taken))
+    view.conclude(str(whole))
     rows = with_unfinished(taken, run.plan.spec.inputs, statistics(), spec.id_column, asked)
-    results = Results(rows, summary(), spec.output_schema, page, run.gold())
+    results = Results(rows, whole, spec.output_schema, page, run.gold())
     if interruption.happened:
         return interruption.conclude(results, results, interrupted_words(statistics(), spec))
     return results

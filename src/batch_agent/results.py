@@ -22,6 +22,7 @@ from batch_agent.files.results import result_line, unwritten
 from batch_agent.files.tables import Column, Record, columns_of, complete_file, record_of
 from batch_agent.job import AgentError, AgentResult, Failure, Success, cut
 from batch_agent.messages import JsonObject, Usage
+from batch_agent.observe.outlook import Outlook
 from batch_agent.observe.statistics import Statistics
 from batch_agent.observe.summary import summary_json, summary_lines
 from batch_agent.observe.text import dollars, rows
@@ -53,12 +54,15 @@ class Summary:
     statistics: Statistics
     tools: Mapping[str, ToolStatistics] = field(default_factory=dict)
     score: Score | None = None
+    pilot: Outlook | None = None  # what the pilot says of all rows, if these are its results
 
     def to_json(self) -> JsonObject:
-        return summary_json(self.statistics, tools=self.tools, score=self.score)
+        pilot = {} if self.pilot is None else {"pilot": self.pilot.to_json()}
+        return {**summary_json(self.statistics, tools=self.tools, score=self.score), **pilot}
 
     def __str__(self) -> str:
-        return "\n".join(summary_lines(self.statistics, tools=self.tools, score=self.score))
+        lines = summary_lines(self.statistics, tools=self.tools, score=self.score)
+        return "\n".join([*lines, *([] if self.pilot is None else self.pilot.lines())])
 
     __repr__ = __str__
 

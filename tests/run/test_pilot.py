@@ -13,8 +13,10 @@ import pytest
 import batch_agent.files.read
 from batch_agent import BatchAgent, Pipeline, SpecError
 from batch_agent.job import UnreadableRow
+from batch_agent.messages import Usage
 from batch_agent.run.pilot import Pilot
 from batch_agent.testing import Fail, Request, Say, ScriptedBackend, ScriptedServer
+from batch_agent.trust.intervals import share
 from batch_agent.trust.order import KeyedOrder
 
 FEW = 8
@@ -216,3 +218,34 @@ async def test_a_pilot_that_cannot_finish_ends_with_the_run() -> None:
             pilot = await asyncio.wait_for(run.pilot(), 30)
             run.drain()
     assert all(not result.ok for result in pilot)
+
+
+async def test_what_the_pilot_says_of_all_rows_is_in_its_summary() -> None:
+    def answer(request: Request) -> Say:
+        return Say("word " * 20, usage=Usage(100, completion_tokens=20))
+
+    prices = {"input": 10.0, "output": 100.0}
+    how = options(Asked(), backend=ScriptedBackend(answer), prices=prices, max_tokens=30, pilot_only=True)
+    found = (await BatchAgent.run(**how)).summary.pilot
+    assert found is not None and found.cost is not None and found.most is not None
+    each = (100 * 10 + 20 * 100) / 1e6
+    assert found.cost.value == pytest.approx(len(ROWS) * each)
+    assert found.cost.interval == pytest.approx((len(ROWS) * each,) * 2)  # all rows cost the same
+    assert len(ROWS) * each < found.most < 20 * len(ROWS) * each
+    assert found.unseen == share(0, FEW, len(ROWS)).at_most
+    text = str((await BatchAgent.run(**how)).summary)
+    assert "A row that is dearer or slower than those seen here is not in these numbers." in text
+    unbounded = (await BatchAgent.run(**{**how, "max_tokens": None})).summary.to_json()["pilot"]
+    assert isinstance(unbounded, dict) and unbounded["most_cost"] is None
+
+
+async def test_the_cost_of_a_row_of_a_pipeline_is_that_of_all_its_stages() -> None:
+    def answer(request: Request) -> Say:
+        return Say("word", usage=Usage(100, completion_tokens=20))
+
+    one = Pipeline(ROWS).map(name="one", task="{text}").flat_map(lambda text: [f"{text} a", f"{text} b"])
+    pipeline = one.map(name="two", task="{input}")
+    async with pipeline.open(backend=ScriptedBackend(answer), pilot=FEW, prices={"input": 10, "output": 100}) as flow:
+        found = (await flow.pilot()).summary.pilot
+    assert found is not None and found.cost is not None
+    assert found.cost.value == pytest.approx(len(ROWS) * 3 * (100 * 10 + 20 * 100) / 1e6)

@@ -20,7 +20,7 @@ from batch_agent.files.read import LazyRows
 from batch_agent.foreign import name_of
 from batch_agent.messages import JsonObject, Usage
 from batch_agent.observe.text import amount, dollars, harmless, harmless_lines, rows
-from batch_agent.scheduler.budget import FIRST_ANSWER_TOKENS, UNKNOWN_TEMPLATE_TOKENS
+from batch_agent.scheduler.budget import FIRST_ANSWER_TOKENS, TEMPLATE_TOKENS, UNKNOWN_TEMPLATE_TOKENS
 from batch_agent.trust.votes import Voting
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ HEADLINE = "Plan. Nothing was sent; token counts are estimates."
 SAMPLE_ROWS = 100  # enough for a mean, few enough to be quick
 READ_DOCUMENTS = 5  # of a sample: reading one takes at least a tenth of a second
 SHOWN_CHARACTERS = 4_000  # of the system prompt, and of each field of the first message
-REPAIR_BYTES = 8_192  # around the parts of a message that asks for another answer
+REPAIR_BYTES = 4_096  # around the parts of a message that asks for another answer
 WORTH_MOVING = 64  # tokens; fewer are not worth advice
 # Guesses for an agent with tools, of which only the run knows how many turns it takes: one turn with a call, and one
 # more with the whole conversation.
@@ -364,9 +364,10 @@ def _in_flight(prepared: Prepared) -> str:
     return "no limit" if prepared.max_inflight is None else f"{prepared.max_inflight:,} model calls"
 
 
-def most_cost(prepared: Prepared) -> float | None:
+def most_cost(prepared: Prepared, least: int | None = None) -> float | None:
     """Return the most $ that the answers to all rows can cost, if each row takes all of its turns, all repairs and
     ``max_tokens``. A token has at least one byte. None if nothing bounds it. Reads all inputs, so it may take long.
+    ``least``: tokens of the shortest prompt that the server has counted, so that its template has no more.
 
     With tools, or with pictures and files, only the context of the model bounds a prompt."""
     spec, prices, inputs = prepared.spec, prepared.prices, prepared.spec.inputs
@@ -381,7 +382,8 @@ def most_cost(prepared: Prepared) -> float | None:
     if answer is None or prepared.tools:
         return None
     schema = 0 if prepared.schema is None else size_bytes(prepared.schema.json_text)
-    around = size_bytes(prepared.plan.own_system) + UNKNOWN_TEMPLATE_TOKENS + schema
+    template = UNKNOWN_TEMPLATE_TOKENS if least is None else min(least, UNKNOWN_TEMPLATE_TOKENS)
+    around = size_bytes(prepared.plan.own_system) + max(TEMPLATE_TOKENS, template) + schema
     repair = answer * 2 + schema + REPAIR_BYTES  # the answer that did not fit, and the message that quotes it
     cost = 0.0
     for value in rows_again(inputs):

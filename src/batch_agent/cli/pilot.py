@@ -6,9 +6,7 @@ import argparse
 import asyncio
 import sys
 from contextlib import suppress
-from functools import partial
 
-from batch_agent.agent.dryrun import most_cost
 from batch_agent.blocking import in_thread
 from batch_agent.cli.output.streams import flush_words, say
 from batch_agent.errors import SpecError
@@ -51,13 +49,10 @@ class PilotStop:
         if pilot.passed or pilot.covers_all or not pilot.complete:
             pilot.go_on()
             return
-        first = next(iter(self._run.parts.values()))
-        most = await in_thread(partial(most_cost, first)) if len(self._run.parts) == 1 else None
-        elapsed = self._run.statistics().elapsed
-        self.outlook = Outlook.made_of(results, rows=len(pilot.indexes), of=pilot.of, elapsed=elapsed, most=most)
+        self.outlook = results.summary.pilot
         if not self._options.json:
-            say("\n".join([f"pilot: {rows(self.outlook.rows)}, a random sample", *examples(results)]))
-            say("\n".join(self.outlook.lines()))
+            say("\n".join([f"pilot: {rows(len(pilot.indexes))}, a random sample", *examples(results)]))
+            say("\n".join(() if self.outlook is None else self.outlook.lines()))
         continues = self._options.yes or can_ask(self._options)
         if continues and not self._options.json and self._has_gold:  # else the summary at the end has the score
             with suppress(SpecError):  # of the user's own function

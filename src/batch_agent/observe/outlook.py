@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from batch_agent.job import AgentResult, Failure, cut
 from batch_agent.messages import JsonObject
@@ -16,6 +16,30 @@ from batch_agent.trust.totals import Total, total
 
 EXAMPLES = 3  # rows that are shown
 SHOWN_CHARACTERS = 70  # of an input and of an answer
+
+
+class RowWork(NamedTuple):
+    """What a row took: $, seconds of work, and seconds of work in this session. ``ok``: it did not fail."""
+
+    ok: bool
+    cost: float | None
+    seconds: float
+    fresh: float
+
+
+NO_WORK = RowWork(True, None, 0.0, 0.0)
+
+
+def work_of(result: AgentResult[Any]) -> RowWork:
+    seconds = result.timings.inference + result.timings.tool_wait
+    return RowWork(result.ok, result.cost, seconds, 0.0 if result.resumed else seconds)
+
+
+def together(one: RowWork, other: RowWork) -> RowWork:
+    """Return the work of a row in two stages."""
+    known = [each.cost for each in (one, other) if each.cost is not None]
+    cost = sum(known) if known else None
+    return RowWork(one.ok and other.ok, cost, one.seconds + other.seconds, one.fresh + other.fresh)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,29 +61,17 @@ class Outlook:
     unseen: float
 
     @classmethod
-    def made_of(
-        cls,
-        results: Sequence[AgentResult[Any]],
-        *,
-        rows: int,
-        of: int,
-        elapsed: float,
-        most: float | None,
-    ) -> Outlook:
-        """``results`` are those of the pilot, with ``rows`` of the ``of`` rows of the table. ``elapsed``: seconds of
-        this session, which worked on the results that are not from the record."""
-        finished = [result for result in results if result.error is None or result.error.type != "Interrupted"]
-        paid = [result.cost for result in finished if result.cost is not None]
-        cost = total([result.cost or 0.0 for result in finished], of) if paid else None
-        work = [_work(result) for result in finished]
-        fresh = math.fsum(_work(result) for result in finished if not result.resumed)
+    def made_of(cls, work: Sequence[RowWork], *, rows: int, of: int, elapsed: float, most: float | None) -> Outlook:
+        """``work`` is that of the rows of the pilot, with ``rows`` of the ``of`` rows of the table. ``elapsed``:
+        seconds of this session."""
+        paid = any(each.cost is not None for each in work)
+        cost = total([each.cost or 0.0 for each in work], of) if paid else None
+        fresh = math.fsum(each.fresh for each in work)
         at_once = max(1.0, fresh / elapsed) if fresh and elapsed > 0 else 0.0
-        seconds = None if not at_once else total([each / at_once for each in work], of)
-        ok = sum(result.ok for result in finished)
-        count = len(finished)
-        return cls(
-            rows, of, count, ok, cost, seconds, at_once, most, share(count - ok, count, of), share(0, count, of).at_most
-        )
+        seconds = total([each.seconds / at_once for each in work], of) if at_once else None
+        done, ok = len(work), sum(each.ok for each in work)
+        failed = share(done - ok, done, of)
+        return cls(rows, of, done, ok, cost, seconds, at_once, most, failed, share(0, done, of).at_most)
 
     def to_json(self) -> JsonObject:
         return {
@@ -123,10 +135,6 @@ def examples(results: Sequence[AgentResult[Any]]) -> list[str]:
         message = harmless(cut(one.error.message, 200))
         lines.append(f"  failed, {count:,} {kind}: for example row {harmless(one.job_id, 30)}: {message}")
     return lines
-
-
-def _work(result: AgentResult[Any]) -> float:
-    return result.timings.inference + result.timings.tool_wait
 
 
 def _short(value: object) -> str:

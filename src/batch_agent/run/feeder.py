@@ -206,7 +206,7 @@ class Feeder:
 
     def record_pilot(self) -> None:
         """Record that the pilot was passed, so that no later session stops after it."""
-        if self.pilot is None:
+        if self.pilot is None or not self.pilot.complete:  # as when the run ends before
             return
         self.pilot.pass_by()
         self.facts["pilot"] = self.pilot.to_json()

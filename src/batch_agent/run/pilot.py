@@ -9,14 +9,19 @@ from __future__ import annotations
 import asyncio
 import heapq
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from batch_agent.agent.dryrun import most_cost
+from batch_agent.agent.prepare import Prepared
+from batch_agent.blocking import in_thread
 from batch_agent.compiler.fields import fields_of, own_id
 from batch_agent.errors import InputError, SpecError
 from batch_agent.files.inputs import rows_again
 from batch_agent.job import AgentResult, Placed, UnreadableRow
 from batch_agent.messages import JsonObject
+from batch_agent.observe.outlook import Outlook, RowWork, work_of
 from batch_agent.results import Results, Summary
 from batch_agent.run.rows import UniqueIds
 from batch_agent.spec import BatchSpec
@@ -210,4 +215,29 @@ async def results_of_pilot(run: Run[T]) -> Results[T]:
         raise SpecError("this run has no pilot: give pilot=N, the number of rows that go first")
     await pilot.wait_ended()
     results = [pilot.results[index] for index in sorted(pilot.results)]
-    return Results(results, Summary(run.statistics(), run.tool_statistics()), run.plan.spec.output_schema)
+    summary = Summary(run.statistics(), run.tool_statistics(), pilot=await outlook_of_run(run, results))
+    return Results(results, summary, run.plan.spec.output_schema, gold=run.gold())
+
+
+async def outlook_of_run(run: Run[Any], results: Sequence[AgentResult[Any]]) -> Outlook | None:
+    """Return what the results of the pilot of a run say of all rows. It is no pipeline."""
+    assert run.pilot_rows is not None
+    work, elapsed = [work_of(result) for result in results], run.statistics().elapsed
+    return await outlook_of(run.pilot_rows, work, run.parts, elapsed, least_prompt(results))
+
+
+def least_prompt(results: Iterable[AgentResult[Any]]) -> int | None:
+    """Return the tokens of the shortest prompt that the server has counted."""
+    prompts = (result.usage.prompt_tokens for result in results if result.turns == 1)
+    return min(filter(None, prompts), default=None)
+
+
+async def outlook_of(
+    pilot: Pilot, work: Sequence[RowWork], parts: Mapping[str, Prepared], elapsed: float, least: int | None = None
+) -> Outlook | None:
+    """Return what the pilot says of all rows; None if it is not complete. ``work`` is that of its rows, in all stages;
+    ``parts`` are these. ``elapsed``: seconds of this session. ``least``: tokens of the shortest prompt."""
+    if not pilot.complete or not work:
+        return None
+    most = await in_thread(partial(most_cost, next(iter(parts.values())), least)) if len(parts) == 1 else None
+    return Outlook.made_of(work, rows=len(pilot.indexes), of=pilot.of, elapsed=elapsed, most=most)

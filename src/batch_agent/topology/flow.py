@@ -37,6 +37,7 @@ from batch_agent.files.inputs import refuse_uncountable
 from batch_agent.foreign import describe
 from batch_agent.job import AgentError, AgentResult, Placed, UnreadableRow
 from batch_agent.messages import JsonObject
+from batch_agent.observe.outlook import NO_WORK, Outlook, together, work_of
 from batch_agent.observe.stage_counts import StageCount
 from batch_agent.observe.statistics import Statistics
 from batch_agent.record.rundir import recorded_options
@@ -44,7 +45,7 @@ from batch_agent.record.store import RunStore
 from batch_agent.record.timeline import Line
 from batch_agent.results import Results, Summary
 from batch_agent.run.changes import Changes
-from batch_agent.run.pilot import Pilot
+from batch_agent.run.pilot import Pilot, outlook_of
 from batch_agent.run.recording import OnChange, open_record
 from batch_agent.run.rows import Rows, UniqueIds
 from batch_agent.run.run import Run
@@ -238,7 +239,23 @@ class Flow:
         if self.pilot_rows is None:
             raise SpecError("this pipeline has no pilot: give pilot=N, the number of rows that go first")
         await self.pilot_rows.wait_ended()
-        return Results(self.results(), Summary(self.statistics(), self.tool_statistics()))
+        results = self.results()
+        summary = Summary(self.statistics(), self.tool_statistics(), pilot=await self.outlook())
+        return Results(results, summary, self.nodes[-1].prepared.spec.output_schema)
+
+    async def outlook(self) -> Outlook | None:
+        """Return what the pilot says of all rows; None if there is none, or if it is not complete. The work of a row is
+        that of all stages, without those of tables that are looked up."""
+        if (pilot := self.pilot_rows) is None:
+            return None
+        work = dict.fromkeys(pilot.indexes, NO_WORK)
+        for node in self.nodes:
+            if isinstance(node, AgentNode) and node.counts:
+                for result in node.results:
+                    root = node.order(result.index)[0]
+                    if root in work:
+                        work[root] = together(work[root], work_of(result))
+        return await outlook_of(pilot, [*work.values()], self.parts, self.statistics().elapsed)
 
     def drain(self) -> None:
         """Start nothing new; running agents finish, and their results start no further stage."""
@@ -348,25 +365,30 @@ class Flow:
                 check_fields(stages[:place], stage, self._options.get("template"))
                 if (schema := schema_of_rows(stages[:place])) is not None:
                     self._row_schemas[stage.name] = schema
-                out = self._agents(stage, out, RowChannel(), carry)
+                out = self._agents(stage, out, RowChannel(), carry, counts=pilot is not None)
             elif isinstance(stage, Agents):
                 own: dict[str, Any] = {} if id_column is None else {"id_column": id_column}
                 if isinstance(inputs, list | tuple) and inputs:
                     check_carry(stage, inputs[0])
                 if pilot is None:
                     own |= NO_PILOT
-                node = self._agents(replace(stage, options={**own, **stage.options}), out, inputs, carry)
+                stage = replace(stage, options={**own, **stage.options})
+                node = self._agents(stage, out, inputs, carry, counts=pilot is not None)
                 node.pilot = pilot
                 return
             else:
-                out = self._node(stage, out, of_inputs=inputs is self.inputs)
+                out = self._node(stage, out, counts=pilot is not None)
         self._sources.append(InputSource(inputs, out, id_column, pilot))
 
-    def _agents(self, stage: Agents, out: Receiver, inputs: Inputs, carry: tuple[str, ...]) -> AgentNode:
+    def _agents(
+        self, stage: Agents, out: Receiver, inputs: Inputs, carry: tuple[str, ...], *, counts: bool
+    ) -> AgentNode:
+        """``counts``: its rows were made of those of the pilot."""
         prepared = self._prepare(stage.name, {**stage.options, "inputs": inputs})
         channel = inputs if isinstance(inputs, RowChannel) else None
         node = AgentNode(stage.name, replace(prepared, carry=carry), channel, out, self._progress)
         node.order = self._order(len(self._flat_maps))
+        node.counts = counts
         self.nodes.append(node)
         return node
 
@@ -382,7 +404,7 @@ class Flow:
 
         return key
 
-    def _node(self, stage: Reduce | FlatMap | Filter | Join, out: Receiver, *, of_inputs: bool) -> Receiver:
+    def _node(self, stage: Reduce | FlatMap | Filter | Join, out: Receiver, *, counts: bool) -> Receiver:
         match stage:
             case Reduce():
                 rows: RowChannel[object] = RowChannel()
@@ -392,7 +414,7 @@ class Flow:
                 return node
             case FlatMap():
                 flat = FlatMapNode(stage.function, out, self._progress)
-                if of_inputs:
+                if counts:
                     self._flat_maps.append(flat)
                 return self._function(flat)
             case Filter():

@@ -126,6 +126,7 @@ class AgentNode:
         self.name, self.prepared = name, prepared
         self._progress = progress or InProgress()
         self.pilot: Pilot | None = None  # of its rows, if it reads the inputs itself
+        self.counts = False  # its rows were made of those of the pilot
         self.order: Callable[[int], tuple[int, ...]] = lambda index: (index,)
         self.results: list[AgentResult[Any]] = []
         self.failed_before = 0  # rows that came as failures
