@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import configparser
 import json
+import math
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -102,11 +106,50 @@ def test_serve_on_kubernetes_is_started_with_arguments_that_it_has() -> None:
     add_arguments("serve", parsers["serve"])
     options = parser.parse_args(container["args"])
     assert options.backend == "vllm://vllm:8000" and options.host == "0.0.0.0" and not options.shared
+    probes = {kind: container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("readiness", "liveness", "startup")}
+    assert probes == {"readiness": "/health", "liveness": "/health/live", "startup": "/health/live"}
+    assert pod["terminationGracePeriodSeconds"] > options.drain
     claims = {each["persistentVolumeClaim"]["claimName"] for each in pod["volumes"]}
     assert claims == {each["metadata"]["name"] for each in documents if each["kind"] == "PersistentVolumeClaim"}
     assert container["volumeMounts"][0]["mountPath"] in options.data
     service = next(each for each in documents if each["kind"] == "Service")
     assert service["spec"]["ports"][0]["port"] == options.port == container["ports"][0]["containerPort"]
+
+
+def serve_options(arguments: list[str]) -> argparse.Namespace:
+    parser, parsers = build_parser()
+    add_arguments("serve", parsers["serve"])
+    return parser.parse_args(arguments)
+
+
+def test_serve_as_a_service_of_systemd_is_started_with_arguments_that_it_has_and_has_time_to_stop() -> None:
+    unit = configparser.RawConfigParser(strict=False)
+    unit.optionxform = str  # type: ignore[assignment, method-assign]
+    unit.read(DEPLOY / "serve" / "batch-agent-serve.service")
+    service = unit["Service"]
+    command, *arguments = shlex.split(service["ExecStart"])
+    options = serve_options(arguments)
+    assert command.endswith("/batch-agent") and options.log == "json"
+    assert options.data.startswith(f"/var/lib/{service['StateDirectory']}/")
+    assert float(service["TimeoutStopSec"]) > options.drain and service["Restart"] == "always"
+
+
+def test_serve_in_compose_has_redis_that_keeps_what_it_has_and_arguments_that_it_has() -> None:
+    services = yaml.safe_load((DEPLOY / "serve" / "compose.yaml").read_text())["services"]
+    options = serve_options(services["serve"]["command"])
+    assert options.store == "redis://redis:6379/0" and options.host == "0.0.0.0"
+    redis = services["redis"]["command"]
+    assert redis[redis.index("--appendonly") + 1] == "yes" and services["redis"]["volumes"]
+    assert {name: each["condition"] for name, each in services["serve"]["depends_on"].items()} == {
+        "redis": "service_healthy",
+        "first-tenant": "service_completed_successfully",
+    }
+    assert float(services["serve"]["stop_grace_period"].removesuffix("s")) > options.drain
+    assert "/health/live" in services["serve"]["healthcheck"]["test"][-1]
+    parser, parsers = build_parser()
+    add_arguments("work", parsers["work"])
+    assert parser.parse_args(services["worker"]["command"]).wait == math.inf
+    assert options.data in services["first-tenant"]["command"][0]
 
 
 def test_a_night_of_slurm_serves_until_its_time_limit(tmp_path: Path) -> None:

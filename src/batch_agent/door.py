@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from ipaddress import ip_address
+from types import MappingProxyType
 from typing import Any, Self
 
 import orjson
@@ -233,9 +234,30 @@ class _Connection(web.RequestHandler):
         return answer
 
 
+class _DoorRequest(web.BaseRequest):
+    answer_headers: Mapping[str, str] = MappingProxyType({})
+
+    async def _prepare_hook(self, response: web.StreamResponse) -> None:
+        response.headers.update(self.answer_headers)
+
+
+def add_to_answer(request: web.BaseRequest, headers: Mapping[str, str]) -> None:
+    """Add these headers to the answer of a request, whatever makes the answer."""
+    if isinstance(request, _DoorRequest):
+        request.answer_headers = headers
+
+
+def added_to_answer(request: web.BaseRequest) -> Mapping[str, str]:
+    return request.answer_headers if isinstance(request, _DoorRequest) else {}
+
+
+def _made(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> _DoorRequest:
+    return _DoorRequest(message, payload, protocol, writer, task, asyncio.get_running_loop())
+
+
 class _Server(web.Server):
     def __init__(self, handler: Handler, refuse: Refuse, cancels: bool, **options: Any) -> None:
-        super().__init__(handler, handler_cancellation=cancels)
+        super().__init__(handler, request_factory=_made, handler_cancellation=cancels)
         self._connection = partial(_Connection, self, refuse=refuse, **options)
 
     def __call__(self) -> web.RequestHandler:

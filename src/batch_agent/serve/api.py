@@ -23,7 +23,15 @@ from aiohttp.http_exceptions import HttpProcessingError
 from pydantic import JsonValue
 
 from batch_agent.blocking import in_thread
-from batch_agent.door import PATIENCE_SECONDS, RequestRefused, given_key, json_response, read_body, read_object
+from batch_agent.door import (
+    PATIENCE_SECONDS,
+    RequestRefused,
+    added_to_answer,
+    given_key,
+    json_response,
+    read_body,
+    read_object,
+)
 from batch_agent.errors import SpecError
 from batch_agent.files.json_array import parse_field
 from batch_agent.messages import JsonObject
@@ -35,11 +43,13 @@ from batch_agent.serve.batches import QUEUE_LIMIT, ServedBatches
 from batch_agent.serve.catalog import Catalog, KeyReused, ServedBatch, StoredFile, Tenant, Wire, new_id
 from batch_agent.serve.directory import ERRORS, OUTPUT, sync
 from batch_agent.serve.lines import MessageBatchLines
+from batch_agent.serve.logs import ID_HEADERS, note
 from batch_agent.serve.models import ServedModels
 from batch_agent.serve.objects import (
     ENDPOINTS,
     batch_object,
     file_object,
+    log_batch,
     message_batch_object,
     page_object,
     read_expiry,
@@ -106,6 +116,7 @@ class Api:
             raise RequestRefused(
                 401, "Incorrect API key provided.", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
             )
+        note(tenant=tenant.label)
         path = request.path.rstrip("/") or "/"
         if (dialect := DIALECTS.get(path)) is not None:
             if request.method != "POST":
@@ -342,6 +353,7 @@ class Api:
                 raise _reused() from None
             raise
         if added.id == batch.id:
+            log_batch(added)
             await self._batches.start(batch)
         else:
             await in_thread(shutil.rmtree, final, ignore_errors=True)
@@ -475,7 +487,9 @@ class Api:
 def refuse(request: web.BaseRequest, refused: RequestRefused) -> web.Response:
     """Return an error in the form of the API that a request belongs to."""
     if request.path.startswith("/v1/messages") or "anthropic-version" in request.headers:
-        return json_response(MESSAGES.error(refused), refused.status)
+        document = MESSAGES.error(refused)
+        document["request_id"] = added_to_answer(request).get(ID_HEADERS[0])
+        return json_response(document, refused.status)
     return json_response(CHAT.error(refused), refused.status)
 
 

@@ -62,6 +62,7 @@ from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.ordering import FIRST, AgentForecast
 from batch_agent.serve.catalog import Tenant
 from batch_agent.serve.ledger import DayUsed
+from batch_agent.serve.logs import note
 from batch_agent.serve.models import ServedModels
 from batch_agent.serve.numbers import NAME
 from batch_agent.serve.turnstile import Turnstile
@@ -549,6 +550,7 @@ class Interactive:
                 governor.admitted()
             governor.ended(clock())
             prompt, answer = call.used(needs, reserved)
+            note(model=asked.shape.model, stream=asked.stream, input_tokens=prompt, output_tokens=answer)
             turnstile.spend(tenant.name, prompt + answer, reserved)
             turnstile.touch()
         if (refusal := refused(reply)) is not None:

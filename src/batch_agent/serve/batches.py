@@ -42,7 +42,7 @@ from batch_agent.serve.catalog import Catalog, CatalogError, ServedBatch, Stored
 from batch_agent.serve.directory import BATCHES, INPUT, PART, RUN, is_full, move_to_lost
 from batch_agent.serve.lines import BatchLine, BatchLines, Checked, Tallied, UnreadableLine, check_lines, with_files
 from batch_agent.serve.models import ServedModels
-from batch_agent.serve.objects import notice_of
+from batch_agent.serve.objects import log_batch, notice_of
 from batch_agent.serve.repair import BeyondRepair, repair_parts, restore_input, salvage
 from batch_agent.serve.turnstile import FIRST_GUESS, Entrant, Turnstile
 from batch_agent.serve.upstreams import for_clients
@@ -763,6 +763,7 @@ class ServedBatches:
         notice = notice_of(batch, self._now())
         await in_thread(self._catalog.put_batch, batch, files or [], notice)
         self.ended[batch.tenant, batch.status] += 1
+        log_batch(batch)
         self._notify()
 
     # How many runs are open

@@ -11,6 +11,7 @@ from pydantic import JsonValue
 from batch_agent.door import RequestRefused
 from batch_agent.messages import JsonObject
 from batch_agent.serve.catalog import ServedBatch, StoredFile, label_of
+from batch_agent.serve.logs import log_event
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
@@ -79,6 +80,12 @@ def summary_of(batch: ServedBatch) -> str:
     rest = {"failed": failed, "cancelled": batch.cancelled, "expired": batch.expired}
     parts = [f"{count} {name}" for name, count in rest.items() if count > 0]
     return ", ".join([f"{batch.completed} of {batch.total} done", *parts])
+
+
+def log_batch(batch: ServedBatch) -> None:
+    """Log the state of a batch."""
+    fields: JsonObject = {"batch": batch.id, "tenant": label_of(batch.tenant), "batch_status": batch.status}
+    log_event("batch", f"{batch.id} {batch.status}: {summary_of(batch)}", fields)
 
 
 def shown_beside(batch: ServedBatch) -> JsonObject:

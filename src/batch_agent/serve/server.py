@@ -23,7 +23,7 @@ from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.load_poller import LoadPoller
 from batch_agent.dispatch.members import following
 from batch_agent.dispatch.spending import Spending
-from batch_agent.door import Door, RequestRefused, given_key, is_loopback, json_response
+from batch_agent.door import Door, RequestRefused, add_to_answer, given_key, is_loopback, json_response
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.events import TypedSink
 from batch_agent.messages import JsonObject
@@ -44,6 +44,7 @@ from batch_agent.serve.clock import ServedClock, since_boot
 from batch_agent.serve.directory import ADDRESS_FILE, ERRORS, LOCK_FILE, OUTPUT, PART, Presence, claim
 from batch_agent.serve.governor import Governor
 from batch_agent.serve.ledger import TokenLedger
+from batch_agent.serve.logs import LoggedRequest, note
 from batch_agent.serve.models import ServedModels
 from batch_agent.serve.numbers import ServeNumbers
 from batch_agent.serve.objects import batch_object, read_limit, shown_beside
@@ -62,6 +63,8 @@ logger = logging.getLogger("batch_agent")
 # site cannot use it, and there is no cookie to protect.
 SCRIPTS = ("dom", "serve")
 PATHS = ("/", "/static/app.js", "/static/app.css")
+UNLOGGED = {*PATHS, "/health", "/health/live", "/metrics"}
+MOST_LOGGED = 500  # characters of an error in the log line of a request
 BOOKS_SECONDS = 1.0  # between two looks at tenants and tokens
 SWEEP_SECONDS = 60.0  # between two searches for what may be removed
 LAST_SECONDS = 1.0  # for clients to read the error of an answer that took too long at the end
@@ -256,6 +259,23 @@ class BatchService:
         await dispatcher.wait_closed()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.path in UNLOGGED:
+            return await self._respond(request)
+        with LoggedRequest(request) as log:
+            add_to_answer(request, log.headers)
+            try:
+                answer = await self._respond(request)
+            except RequestRefused as refused:
+                log.status = refused.status
+                note(error=str(refused)[:MOST_LOGGED])
+                raise
+            except Exception:
+                log.status = 500
+                raise
+            log.status = answer.status
+            return answer
+
+    async def _respond(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.path == "/health/live" and request.method in ("GET", "HEAD"):
             return json_response({"status": "ok"})
         if self.stopping:
@@ -372,6 +392,7 @@ class Admin:
         tenant = await in_thread(self._service.catalog.tenant_of, given_key(request))
         if tenant is None:
             raise RequestRefused(401, "the key is missing or wrong", headers={"WWW-Authenticate": "Bearer"})
+        note(tenant=tenant.label)
         return tenant
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:

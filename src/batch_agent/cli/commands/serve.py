@@ -33,6 +33,7 @@ from batch_agent.record.address import StoreAddress
 from batch_agent.serve import DEFAULT_PORT, ServeOptions
 from batch_agent.serve.catalog import Catalog, ConfiguredTenant, ServedBatch, Tenant, check_tenant_name
 from batch_agent.serve.directory import ADDRESS_FILE, ERRORS, KEY_FILE, OUTPUT, PART
+from batch_agent.serve.logs import FORMATS
 from batch_agent.serve.objects import batch_object, shown_beside
 
 ADMIN = {
@@ -66,6 +67,9 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         default="",
         help="redis://host:6379/0, so that batch-agent work adds machines; implies --shared",
+    )
+    parser.add_argument(
+        "--log", choices=FORMATS, default="text", help="form of the log on standard error (default %(default)s)"
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
     _add_keys(actions.add_parser("keys", help="add, list and revoke tenants, and rotate their keys"))
@@ -114,10 +118,12 @@ def serve_command(options: argparse.Namespace) -> int:
         return _back_up(options)
     if options.action is not None:
         return admin_command(options)
+    from batch_agent.serve.logs import log_as
     from batch_agent.serve.models import names_in, open_models
     from batch_agent.serve.parts import PartFailed
     from batch_agent.serve.server import BatchService
 
+    log_as(options.log)
     config = _config(options.config)
     check_known(config, ("backend", "models", "limits", "keys"), "--config has no table")
     models = {**_models_in(config), **names_in(options.model)}
