@@ -28,7 +28,8 @@ that raises an error writes its message, which never contains a secret.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from traceback import walk_tb
 from typing import Literal, cast
@@ -278,6 +279,12 @@ def explained(what: str, kind: type[BatchAgentError] = SpecError) -> Iterator[No
         yield
     except OSError as error:
         raise kind(f"{what}: {error.strerror}") from None
+
+
+def meant(name: str, known: Iterable[str], form: str = "{!r}") -> str:
+    """Return ``; did you mean 'x'?`` with the known name that is nearest to this one; "" if none is near."""
+    near = difflib.get_close_matches(name, [*known], n=1)
+    return f"; did you mean {form.format(near[0])}?" if near else ""
 
 
 @contextmanager

@@ -50,6 +50,12 @@ OLD_NAMES = {
 SERVERS = Unset("the server's default")
 TO_THE_SERVER = ", or None for the server's default"
 
+MISSING = {
+    "task": "give the message that each agent gets, such as 'Sum up {text}', where {text} is a field of the row "
+    "(on the command line --task); or a worker",
+    "inputs": "give the rows: a list, a table, or the path of a file (on the command line --inputs)",
+}
+
 
 class BatchSpec(BaseModel):
     """The options of a run. ``None`` for a limit means no limit."""
@@ -631,7 +637,7 @@ class BatchSpec(BaseModel):
         check_names(BatchSpec, options, OLD_NAMES)
         for name in ("task", "inputs"):
             if name not in options and not (name == "task" and options.get("worker") is not None):
-                raise SpecError(f"{name} is missing: {BatchSpec.model_fields[name].description}")
+                raise SpecError(f"{name} is missing: {MISSING[name]}")
         try:
             super().__init__(**options)
         except ValidationError as error:

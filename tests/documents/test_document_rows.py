@@ -154,7 +154,9 @@ async def test_a_run_that_is_resumed_reads_no_row_as_another(papers: Path, tmp_p
     await BatchAgent.run(**options, backend=backend_of())
     write_pdf(papers / "a.pdf", ["changed"])
     backend = backend_of()
-    results = await BatchAgent.run(**options, resume=True, backend=backend)
+    with pytest.raises(SpecError, match=r"kept 3, to send 1 \(1 changed\)"):
+        await BatchAgent.run(**options, resume=True, backend=backend)
+    results = await BatchAgent.run(**options, resume=True, backend=backend, on_change="resend")
     assert sent(backend) == ["changed"]
     assert [result.resumed for result in results] == [False, True, True, True]
 

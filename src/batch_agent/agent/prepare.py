@@ -7,14 +7,14 @@ import html
 import logging
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from pydantic import JsonValue
 
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("batch_agent")
 
 PROBE = 5.0  # seconds for an optional request about what a server serves
-PAUSE = 2.0  # longest pause between two requests for the model's name
+PAUSE = 1.0  # longest pause between two requests for the model's name
 AGENTS_PER_SLOT, MIN_AGENTS = 32, 256  # live agents, if the user sets no number
 SOUGHT = 256  # slots to assume for that while their number is unknown
 SHARED = ("lease", "keep", "feed_only")  # options of a run that several processes share
@@ -415,18 +415,25 @@ def _check_budget(spec: BatchSpec, prices: Prices | None, model: str | None, bac
         )
 
 
-async def choose_model(prepared: Prepared) -> Prepared:
-    """Return the run with the backend's only model, if the user named none. Locates it in a fleet."""
+OnUnanswered: TypeAlias = Callable[[BackendError | None, float, float], None]
+
+
+async def choose_model(prepared: Prepared, on_unanswered: OnUnanswered = lambda error, since, until: None) -> Prepared:
+    """Return the run with the backend's only model, if the user named none. Locates it in a fleet. ``on_unanswered`` is
+    called when the server cannot be asked: with the error, when it first failed, and when it is asked again. It is
+    called with None when the server has answered."""
     if prepared.model is not None:
         await prepared.backend.locate(prepared.model)
         return prepared
-    return with_model(prepared, await only_model(prepared.backend, prepared.spec, "model"))
+    return with_model(prepared, await only_model(prepared.backend, prepared.spec, "model", on_unanswered))
 
 
-async def only_model(backend: Backend, spec: BatchSpec, option: str) -> str:
+async def only_model(
+    backend: Backend, spec: BatchSpec, option: str, on_unanswered: OnUnanswered = lambda error, since, until: None
+) -> str:
     """Return the only model that the backend serves. Raises SpecError, which names ``option``, if there are several."""
     try:
-        names = await _ask_for_models(backend, spec)
+        names = await _ask_for_models(backend, spec, on_unanswered)
     except BackendError as error:
         if error.retryable:
             raise RunUnreachable(f"the server never answered: {error}") from None
@@ -468,7 +475,7 @@ def _check_context(spec: BatchSpec, context: int | None) -> None:
         raise SpecError(f"oversized={spec.oversized!r} needs model_max_context: what fits is unknown without it")
 
 
-async def _ask_for_models(backend: Backend, spec: BatchSpec) -> list[str]:
+async def _ask_for_models(backend: Backend, spec: BatchSpec, on_unanswered: OnUnanswered) -> list[str]:
     """Return the names of the models. A server that is just starting is asked again for a while."""
     failures = 0
     began = asyncio.get_running_loop().time()
@@ -477,7 +484,10 @@ async def _ask_for_models(backend: Backend, spec: BatchSpec) -> list[str]:
         limit = asyncio.timeout(spec.timeout_per_turn)
         try:
             async with limit:
-                return await backend.models()
+                names = await backend.models()
+            if failures:
+                on_unanswered(None, began, 0.0)
+            return names
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -487,4 +497,8 @@ async def _ask_for_models(backend: Backend, spec: BatchSpec) -> list[str]:
         failures += 1
         if not error.retryable or asyncio.get_running_loop().time() - began >= patience:
             raise error
-        await asyncio.sleep(min(PAUSE, retry_delay(failures, error.retry_after, random.random())))
+        if failures == 1:
+            logger.warning("%s is asked for its model again, for %g s: %s", backend.name, patience, error)
+        pause = min(PAUSE, retry_delay(failures, error.retry_after, random.random()))
+        on_unanswered(error, began, asyncio.get_running_loop().time() + pause)
+        await asyncio.sleep(pause)

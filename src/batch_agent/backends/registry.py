@@ -15,7 +15,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from batch_agent.backends.address import Address, check_known
 from batch_agent.backends.base import Backend
-from batch_agent.backends.schemes import FORMS, PROVIDERS, SCHEMES
+from batch_agent.backends.schemes import FORMS, MAKERS, PROVIDERS, SCHEMES
 from batch_agent.errors import SpecError
 from batch_agent.scheduler.server import KnownServers
 
@@ -92,9 +92,12 @@ def _provider_of(model: str | None) -> tuple[str, str | None]:
     if model is None or model.endswith(".gguf") or weights.find(model) is not None:
         return f"local://{model or ''}", None
     near = difflib.get_close_matches(provider, PROVIDERS) if slash else []
+    if not slash and (maker := next((by for start, by in MAKERS.items() if model.startswith(start)), None)):
+        near, name = [maker], model
     hint = f"; did you mean {' or '.join(f'{one}/{name}' for one in near)}?" if near and name else ""
+    give = "Else give" if hint else "give"
     raise SpecError(
-        f"no backend for the model {model!r}{hint or ':'} give backend= (or set {BACKEND_VARIABLE}), as {FORMS}; "
+        f"no backend for the model {model!r}{hint or ':'} {give} backend= (or set {BACKEND_VARIABLE}), as {FORMS}; "
         f"or put a provider before its name ({', '.join(f'{p}/…' for p in PROVIDERS)})"
     )
 

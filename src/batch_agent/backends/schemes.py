@@ -179,6 +179,12 @@ _LINES = (
     ),
 )
 SCHEMES: Mapping[str, Scheme] = {line.name: line for line in _LINES}
+# How the names of models begin, and the provider that makes them.
+MAKERS: Mapping[str, str] = {
+    **dict.fromkeys(("gpt-", "o1", "o3", "o4", "chatgpt-"), "openai"),
+    **{"claude-": "anthropic", "gemini-": "gemini", "deepseek-": "deepseek"},
+    **dict.fromkeys(("mistral-", "magistral-", "codestral-", "ministral-"), "mistral"),
+}
 PROVIDERS: Mapping[str, str] = {line.name: f"{line.name}://" for line in _LINES if line.provider}
 
 

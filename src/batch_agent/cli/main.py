@@ -216,7 +216,9 @@ def _do(options: argparse.Namespace) -> int:
     except InternalError:
         raise
     except BatchAgentError as error:
-        say(f"batch-agent: {masked(harmless(str(error)))}")
+        text, notes = masked(harmless(str(error))), getattr(error, "__notes__", ())  # how to continue
+        text += "" if not notes or text.endswith((".", "?", "!")) else "."
+        say(" ".join([f"batch-agent: {text}", *notes]), wrap=not notes)
         return UNREACHABLE if isinstance(error, RunUnreachable) else RUN_FAILED
     except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
         discard(sys.stdout)

@@ -11,7 +11,7 @@ from os import PathLike
 
 from batch_agent.compiler.fields import listed
 from batch_agent.documents.content import DocumentContent
-from batch_agent.errors import InputError, SpecError
+from batch_agent.errors import InputError, SpecError, meant
 from batch_agent.job import Job
 from batch_agent.messages import Attachment, Content, Document, Image, Part
 
@@ -47,7 +47,8 @@ def filled(fields: Mapping[str, object], content: DocumentContent) -> tuple[dict
 def check_column(column: str, names: tuple[str, ...]) -> None:
     """Raises SpecError if rows with these fields cannot have a document in that one."""
     if column not in names:
-        raise SpecError(f"document_column: the first input has no field {column!r} (its fields: {listed(names)})")
+        known = f"its fields: {listed(names)}"
+        raise SpecError(f"document_column: the first input has no field {column!r} ({known}){meant(column, names)}")
     if TEXT in names and PAGES not in names:
         raise SpecError(f"document_column: the rows have a field {TEXT!r}, which the document fills: rename it")
 

@@ -54,7 +54,7 @@ from batch_agent.compiler.system import (
 from batch_agent.compiler.template import Piece, TaskTemplate, Template
 from batch_agent.compiler.tokens import BYTES_PER_TOKEN, estimate_tokens
 from batch_agent.documents.content import DocumentContent
-from batch_agent.errors import InputError, JobError, Oversized, SpecError
+from batch_agent.errors import InputError, JobError, Oversized, SpecError, meant
 from batch_agent.job import Job, UnreadableRow
 from batch_agent.messages import Attachment, Conversation, Document, Image, Message, ToolSpec
 from batch_agent.spec import BatchSpec
@@ -389,9 +389,9 @@ def _parse(spec: BatchSpec, first: object) -> TaskTemplate:
         check_column(spec.document_column, names)
         names = tuple(dict.fromkeys((*names, TEXT, PAGES)))
     if missing := [name for name in spec.images if name not in names]:
-        raise SpecError(f"images: the first input has no field {missing[0]!r} (its fields: {listed(names)})")
+        raise SpecError(f"images: the first input has no field {missing[0]!r} {_its(names, missing[0])}")
     if spec.id_column is not None and spec.id_column not in names:
-        raise SpecError(f"id_column: the first input has no field {spec.id_column!r} (its fields: {listed(names)})")
+        raise SpecError(f"id_column: the first input has no field {spec.id_column!r} {_its(names, spec.id_column)}")
     template = _jinja(spec.task) if spec.template == "jinja" else Template.parse(spec.task, names)
     try:
         fields = fields_of(first)
@@ -401,8 +401,12 @@ def _parse(spec: BatchSpec, first: object) -> TaskTemplate:
     except InputError:
         pass
     if spec.affinity is not None and spec.affinity.partition(".")[0].partition("[")[0] not in names:
-        raise SpecError(f"affinity: the first input has no field {spec.affinity!r} (its fields: {listed(names)})")
+        raise SpecError(f"affinity: the first input has no field {spec.affinity!r} {_its(names, spec.affinity)}")
     return template
+
+
+def _its(names: tuple[str, ...], wanted: str) -> str:
+    return f"(its fields: {listed(names)}){meant(wanted, names)}"
 
 
 def _has_document(spec: BatchSpec, row: object) -> bool:

@@ -81,7 +81,7 @@ from batch_agent.run.recording import (
 from batch_agent.run.rows import Rows
 from batch_agent.run.scoring import RunScoring, gold_of_run, measured, score_of_run
 from batch_agent.run.serving import Serving
-from batch_agent.run.shared import Shared, health_change, labelled, open_dispatcher, open_spending
+from batch_agent.run.shared import Shared, health_change, labelled, open_dispatcher, open_spending, tell_unanswered
 from batch_agent.run.shares import Shares
 from batch_agent.run.sharing import Lending, shared_budgets
 from batch_agent.run.spec_json import spec_json
@@ -434,7 +434,8 @@ class Run(Generic[T]):
                 backend = self._prepared.backend
                 async with announced(self._record), backend:
                     with following(backend, self.shared.dispatcher) as follower:
-                        prepared = await learn_context(await choose_model(self._prepared))
+                        unanswered = partial(tell_unanswered, self._emit, self.id, self.shared.clock)
+                        prepared = await learn_context(await choose_model(self._prepared, unanswered))
                         if follower is not None:
                             follower.use(filter(None, (prepared.model, prepared.spec.compaction_model)))
                         await self._work(prepared)

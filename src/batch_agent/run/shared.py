@@ -19,6 +19,7 @@ from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.endpoints import OnHealth
 from batch_agent.dispatch.rate_mark import RateMark
 from batch_agent.dispatch.spending import Spending
+from batch_agent.errors import BackendError
 from batch_agent.events import ControlFinished, Ended, HealthChanged, LimitChanged, Sink
 from batch_agent.messages import Usage
 from batch_agent.observe.metrics import Clock
@@ -220,6 +221,14 @@ def health_change(endpoint: Endpoint, now: float, run: str, wall: Callable[[floa
         since, next_trial = wall(health.down_since), wall(max(health.next_trial, endpoint.server.held_until))
     rule = endpoint.server.rule_of("health")
     return HealthChanged(wall(now), run, endpoint.name, health.state, health.reason, since, next_trial, rule)
+
+
+def tell_unanswered(emit: Sink, run: str, clock: Clock, error: BackendError | None, since: float, until: float) -> None:
+    """Tell that a server did not answer which model it has, or that it has answered."""
+    if error is None:
+        emit(HealthChanged(clock(), run, "", "healthy", ""))
+    else:
+        emit(HealthChanged(clock(), run, "", "down", str(error), clock.at(since), clock.at(until)))
 
 
 def labelled(shared: Shared, backend: str | None) -> list[LabelledEndpoint]:

@@ -35,7 +35,7 @@ from typing import (
 
 from typing_extensions import ParamSpec, TypeVar
 
-from batch_agent.errors import SpecError, ToolError, ToolFailed
+from batch_agent.errors import SpecError, ToolError, ToolFailed, meant
 from batch_agent.foreign import describe, message_of
 from batch_agent.messages import ToolSpec
 from batch_agent.option import check_kind, check_positive
@@ -434,7 +434,8 @@ def _resolve(value: object) -> Tool:
         return value
     if isinstance(value, str):
         if value not in BUILTIN_NAMES:
-            raise SpecError(f"there is no built-in tool {value!r}; there are {', '.join(BUILTIN_NAMES)}")
+            hint = meant(value, BUILTIN_NAMES) or ";"
+            raise SpecError(f"there is no built-in tool {value!r}{hint} there are {', '.join(BUILTIN_NAMES)}")
         builtin: Tool = getattr(Tool, value)
         return builtin
     if callable(value) and not isinstance(value, type):

@@ -9,7 +9,12 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from batch_agent.cli.exit_status import ALL_OK
-from batch_agent.cli.output.results import opened_output, refuse_in_run_directory, refuse_overwriting
+from batch_agent.cli.output.results import (
+    opened_output,
+    refuse_in_run_directory,
+    refuse_missing_directory,
+    refuse_overwriting,
+)
 from batch_agent.cli.output.streams import say
 from batch_agent.cli.spec.arguments import RUN_HELP
 from batch_agent.cli.spec.load import files_read_by
@@ -64,6 +69,7 @@ def _export(options: argparse.Namespace, run: RunReader, part: RunReader) -> int
     output = None if options.output in (None, STDIN) else Path(options.output)
     kind = options.format or _kind_of(output)
     if output is not None:
+        refuse_missing_directory(output, str(output))
         if isinstance(run.place, Path):
             refuse_in_run_directory(output, run.place)
         for what, path in files_read_by(run.facts()):

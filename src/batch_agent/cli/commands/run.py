@@ -258,10 +258,12 @@ async def _run(
                         outcome = shown.output if shown.ok else shown.error
                         recent.append((shown.index, shown.ok, outcome, shown.timings.total, shown.job_id))
         except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
-            report.broke_off(statistics())
+            say("\n".join(report.broke_off(statistics())), wrap=False)
             return SIGNALLED + signal.SIGPIPE
-        except BatchAgentError:
-            report.broke_off(statistics())
+        except BatchAgentError as error:
+            for line in report.broke_off(statistics()):
+                word, rest = line.split(None, 1)
+                error.add_note(f"{word.capitalize()} {rest}")
             raise
         if writer.keeps_old:
             say(f"batch-agent: no row has an answer, so {writer.destination} is unchanged")
@@ -373,7 +375,8 @@ class Reporter:
         if not self._json:
             say("\n".join(summary_lines(statistics, output=output, tools=tools, score=score)))
             self._say_overall(statistics)
-            self._name_record(statistics)
+            for line in self._named_record(statistics):
+                say(line, wrap=False)
             return
         run_dir = self._record(statistics)
         again = None if run_dir is None else f"batch-agent resume {shlex.quote(run_dir)} --yes"
@@ -385,13 +388,13 @@ class Reporter:
         text = to_json(record).decode()
         say(text, wrap=False) if self._stdout is None else put(text, self._stdout)
 
-    def broke_off(self, statistics: Statistics) -> None:
-        """Report the results and the record of a run that failed, or whose standard output was closed."""
+    def broke_off(self, statistics: Statistics) -> Iterator[str]:
+        """Yield lines about the results and the record of a run that failed, or whose standard output was closed."""
         if self._json:
             return
         if self._writer.written and self._writer.destination:
-            say(f"{counted(self._writer.written, 'result')} in {self._writer.destination}")
-        self._name_record(statistics)
+            yield f"{counted(self._writer.written, 'result')} in {self._writer.destination}"
+        yield from self._named_record(statistics)
 
     def _say_overall(self, statistics: Statistics) -> None:
         """Print the totals of a run that has earlier sessions: the summary is about this one."""
@@ -406,17 +409,17 @@ class Reporter:
             done = f"{rows(now.ok + now.failed)} done: {now.ok:,} ok, {now.failed:,} failed"
             say(f"  overall  {done}; {spent(view)}, in {view.sessions} sessions")
 
-    def _name_record(self, statistics: Statistics) -> None:
-        """Print the command that continues the run, or that shows it if all rows are ok."""
+    def _named_record(self, statistics: Statistics) -> Iterator[str]:
+        """Yield the command that continues the run, or that shows it if all rows are ok."""
         record = self._record(statistics)
         if record is None:
             return
         directory = shlex.quote(harmless(record))
         if statistics.ended != "complete" or statistics.failed:
             yes = " --yes" if statistics.ended == "pilot" else ""
-            say(f"  continue batch-agent resume {directory}{yes}", wrap=False)
+            yield f"  continue batch-agent resume {directory}{yes}"
         else:
-            say(f"  show     batch-agent show {directory}", wrap=False)
+            yield f"  show     batch-agent show {directory}"
 
     def _record(self, statistics: Statistics) -> str | None:
         """Return the path or URL of the record, without a password; None if there is none."""

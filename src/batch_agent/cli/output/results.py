@@ -121,12 +121,13 @@ def open_results(path: Path | None, *, ordered: bool = False) -> ResultWriter:
     """Return a writer to the file, in the format of its extension; without a path, to standard output."""
     if path is None:
         return ResultWriter(StdoutLines(STDOUT_DESCRIPTOR), ordered=ordered)
+    refuse_missing_directory(path, f"the results to {path}")
     replaces = path.is_file() and path.stat().st_size > 0
     if is_table(path):  # it is in order anyway
         return ResultWriter(TableLines(path), replaces=replaces)
     lines, waiting = FileLines(path), path.absolute().with_name(f"{path.name}.waiting.jsonl")
     if ordered:
-        _check_place(waiting)
+        _check_place(waiting, str(path))
     return ResultWriter(lines, replaces=replaces, ordered=ordered, waiting=waiting)
 
 
@@ -183,7 +184,7 @@ class TableLines(ResultLines):
         self._table = path
         self._partial = path.with_name(f"{path.name}.partial.jsonl")
         self._lines: FileLines | None = None
-        _check_place(self._partial)
+        _check_place(self._partial, self.destination)
 
     def finish(self, *, empty: bool) -> None:
         if empty:
@@ -248,9 +249,15 @@ class StdoutLines(ResultLines):
                 os.lseek(self._descriptor, end - written, os.SEEK_SET)
 
 
-def _check_place(path: Path) -> None:
+def refuse_missing_directory(path: Path, what: str) -> None:
+    """Raise SpecError if the directory of an output does not exist. ``what`` says what cannot be written."""
+    if not path.parent.exists():
+        raise SpecError(f"cannot write {what}: No such file or directory: create {path.parent} first")
+
+
+def _check_place(path: Path, output: str) -> None:
     """Raise SpecError if a file beside the output cannot be written. The file is neither created nor changed."""
-    with explained(f"cannot write the results to {path}"):
+    with explained(f"cannot write the results to {output}, with {path.name} beside it"):
         if path.exists():
             path.open("ab").close()
         else:

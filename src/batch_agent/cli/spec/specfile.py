@@ -24,8 +24,10 @@ from typing import Any
 import yaml
 
 from batch_agent.cli.spec.rows import STDIN
-from batch_agent.errors import SpecError, about, explained
+from batch_agent.errors import SpecError, about, explained, meant
+from batch_agent.files.compression import format_of
 from batch_agent.files.gold import is_gold_file
+from batch_agent.files.read import KNOWN
 from batch_agent.foreign import describe
 from batch_agent.option import NotSettable, check_names, kinds, notes
 from batch_agent.spec import MCP, OLD_NAMES, BatchSpec
@@ -177,7 +179,8 @@ class SpecFile:
             try:
                 value = getattr(value, name)
             except AttributeError:
-                raise SpecError(f"there is no {names} in the module {module_name}") from None
+                known = (each for each in dir(value) if not each.startswith("_"))
+                raise SpecError(f"there is no {names} in the module {module_name}{meant(name, known)}") from None
         return value
 
 
@@ -225,7 +228,10 @@ def read_mapping(path: Path) -> SpecFile:
     }
     parse = parsers.get(path.suffix.lower())
     if parse is None:
-        raise SpecError(f"{path}: a spec file ends in {', '.join(parsers)}")
+        ends = f"a spec file ends in {', '.join(parsers)}"
+        if format_of(path)[0] in KNOWN:
+            ends = f"it holds rows, and {ends}. Say what to do with a row: batch-agent run --task 'Sum up {{…}}' {path}"
+        raise SpecError(f"{path}: {ends}")
     text = read_text(path, "the spec")
     try:
         with about(f"{path} "):
@@ -321,7 +327,9 @@ def _import_module(name: str, beside: Path) -> object:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
-            raise SpecError(f"there is no module {name} in {directory} or among the installed packages") from None
+            modules = (path.stem for path in beside.glob("*.py"))
+            where = f"in {directory} or among the installed packages"
+            raise SpecError(f"there is no module {name} {where}{meant(name, modules)}") from None
         raise SpecError(_import_failure(name, error)) from None
     except KeyboardInterrupt:
         raise
