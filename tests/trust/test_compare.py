@@ -68,7 +68,7 @@ async def test_rows_of_one_run_only_and_rows_with_another_content_are_left_out_a
     changed = [*inputs[:5], {**inputs[5], "text": "text 50"}, *inputs[6:50], {"id": "new", "text": "text 1"}]
     found = batch_agent.compare(await run(lambda _: False, inputs), await run(lambda _: True, changed))
     assert (found.rows, found.changed) == (49, 1)
-    assert [side.only for side in found.runs] == [60 - 49, 51 - 49]
+    assert [side.only for side in found.runs] == [10, 1]
     with pytest.raises(SpecError, match="no row is in all"):
         batch_agent.compare(await run(lambda _: True, inputs[:2]), await run(lambda _: True, inputs[2:4]))
 
@@ -124,3 +124,10 @@ async def test_the_command_compares_run_directories_and_files_of_results(
     assert "12 became right, 0 became wrong; p = 0.000488 (McNemar's exact test)" in text
     assert "of 30 rows with gold" in text and "could have shown" in text
     assert main(["compare", places[0]]) == 1
+    for place in places:
+        assert main(["export", place, "--output", f"{place}.csv"]) == 0
+    capsys.readouterr()
+    assert main(["compare", *(f"{place}.csv" for place in places), "--json"]) == 0
+    tables = json.loads(capsys.readouterr().out)
+    assert [side["cost"] for side in tables["runs"]] == [side["cost"] for side in found["runs"]]
+    assert tables["pairs"][0]["fields"]["mood"]["differs"] == 12

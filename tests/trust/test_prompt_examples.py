@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import batch_agent
 from batch_agent import BatchAgent, Pipeline, SpecError
 from batch_agent.cli.main import main
-from batch_agent.testing import Request, Say, ScriptedBackend
+from batch_agent.testing import Request, Say, ScriptedBackend, ScriptedServer
 
 SCHEMA = {"mood": "good|bad", "stars": "integer"}
 ROWS = [{"id": f"r{number}", "text": f"text {number}", "label": "good"} for number in range(6)]
@@ -137,3 +138,28 @@ async def test_a_stage_of_a_pipeline_has_its_own_examples(tmp_path: Path) -> Non
     outcome = await stages.map(name="two", task="Sum up {mood}").run(backend=asking(requests))
     assert len(outcome.outputs) == len(ROWS)
     assert sum("BROKEN" in str(request.messages[0]["content"]) for request in requests) == len(ROWS)
+
+
+async def test_the_command_takes_a_file_of_examples_and_knows_it_when_it_is_resumed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "shots.csv").write_text("text,mood,stars\nTEXT  3,bad,1\n")
+    (tmp_path / "spec.yaml").write_text(
+        "task: Mood of {text}\nmodel: m\nexamples: shots.csv\noutput_schema: {mood: good|bad, stars: integer}\n"
+    )
+
+    async def command(*arguments: str) -> int:
+        return await asyncio.to_thread(main, [*arguments, "--json", "--run-dir", "run", "--output", "out.jsonl"])
+
+    async with ScriptedServer(lambda _: Say('{"mood": "good", "stars": 4}'), models=["m"]) as server:
+        where = ("--backend", server.backend_url, "--gold", "mood=label", "--max-inflight", "1")
+        assert await command("run", "spec.yaml", "--inputs", "rows.jsonl", *where) == 0
+        assert json.loads(capfd.readouterr().out)["score"]["excluded"] == 1
+        assert "Mood of TEXT  3" in server.requests[0].body["messages"][0]["content"]
+        assert await asyncio.to_thread(main, ["resume", "run", "--output", "again.jsonl"]) == 0
+        assert server.received == len(ROWS)
+        (tmp_path / "other.csv").write_text("text,mood,stars\nother,bad,1\n")
+        assert await asyncio.to_thread(main, ["resume", "run", "--examples", "other.csv"]) == 1
+        assert "examples: changed" in capfd.readouterr().err
+        assert server.received == len(ROWS)

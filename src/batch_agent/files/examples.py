@@ -58,7 +58,8 @@ def examples_of(given: object, task: str, language: str, schema: OutputSchema[ob
         )
         used |= _used(template, row)
     if not pairs:
-        raise SpecError("examples: there are none; leave the option out")
+        what = f"{given} has none" if isinstance(given, str | Path) else "there are none"
+        raise SpecError(f"examples: {what}; leave the option out")
     rows = ExampleRows.of(used, [row for row, _ in pairs])
     return Examples(pairs, "\n".join([HEAD, *texts]), rows)
 

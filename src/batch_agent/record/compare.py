@@ -14,7 +14,7 @@ from pydantic import JsonValue
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import Interrupted, SpecError
 from batch_agent.files.gold import GivenGold, TakenGold
-from batch_agent.files.tables import Record
+from batch_agent.files.tables import TRUST, Record
 from batch_agent.record.reader import open_run
 from batch_agent.record.score_reader import known_of_file, known_of_run, part_of
 from batch_agent.record.scoring import RunGold, row_fields, with_looks
@@ -23,6 +23,8 @@ from batch_agent.trust.examples import examples_filter
 from batch_agent.trust.gold import OUTPUT, Gold, class_name
 from batch_agent.trust.order import SEALED_KEY, KeyedOrder
 from batch_agent.trust.table import Scoring
+
+MEASURED = {column.name for column in TRUST}
 
 
 class SideRow(NamedTuple):
@@ -172,7 +174,7 @@ def _compared(sides: Sequence[Side], given: Mapping[str, object]) -> RunComparis
     grouped = taken is not None and taken.options.groups is not None and taken.options.sample != "random"
     notes = ["no test and no interval: the gold was collected by groups, whose rows are alike"] if grouped else []
     fields = _fields(rows)
-    found = [_run_side(side, every[place], kept, place, rows) for place, side in enumerate(sides)]
+    found = [_run_side(side, every[place], len(common), place, rows) for place, side in enumerate(sides)]
     pairs = compare_answers([side.name for side in sides], rows, rules, fields=fields, grouped=grouped)
     return RunComparison(
         found, pairs, len(kept), len(common) - len(same), len(same) - len(shown), len(shown) - len(kept), looks, notes
@@ -200,16 +202,14 @@ def _looks(
     return min(before, default=None)
 
 
-def _run_side(
-    side: Side, rows: Mapping[str, SideRow], kept: Sequence[str], place: int, paired: Sequence[PairedRow]
-) -> RunSide:
+def _run_side(side: Side, rows: Mapping[str, SideRow], common: int, place: int, paired: Sequence[PairedRow]) -> RunSide:
     answers = [row.answers[place] for row in paired]
     costs = [answer.cost for answer in answers if answer.cost is not None]
     seconds = [answer.seconds for answer in answers if answer.seconds is not None]
     return RunSide(
         side.name,
         len(rows),
-        len(rows) - len(kept),
+        len(rows) - common,
         sum(not answer.ok for answer in answers),
         sum(costs) if costs else None,
         sum(seconds) / len(seconds) if seconds else None,
@@ -229,7 +229,12 @@ def _fields(rows: Sequence[PairedRow]) -> list[str]:
 
 
 def _bare(fields: Mapping[str, object], hidden: frozenset[str]) -> Mapping[str, object]:
-    return {name: value for name, value in fields.items() if name not in hidden}
+    return {name: value for name, value in fields.items() if name not in hidden and not _is_measured(name)}
+
+
+def _is_measured(name: str) -> bool:
+    """Return whether a column of a table of results says how good an answer is, and is no content of the row."""
+    return name in MEASURED or name.startswith("gold.")
 
 
 def _same_content(rows: Sequence[SideRow], hidden: frozenset[str]) -> bool:

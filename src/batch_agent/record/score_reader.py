@@ -202,6 +202,8 @@ def _of_cells(row: Mapping[str, object], number: int) -> Record:
         "output": (fields or output) if ok else None,
         "error": error,
         "input": given,
+        "cost": _value(row.get("cost")),
+        "seconds": _value(row.get("seconds")),
     }
 
 

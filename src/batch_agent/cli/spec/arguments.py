@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from batch_agent.cli.spec.numbers import amount, byte_count, positive
@@ -267,7 +268,7 @@ def _reading(name: str, flag: Flag) -> dict[str, Any]:
         return {"nargs": "?", "const": True, "metavar": flag.metavar}
     if Mapping in types:
         return {"action": Pairs, "metavar": flag.metavar}
-    if Sequence in types:
+    if Sequence in types and Path not in types:  # else it is a file
         return {"action": "append", "metavar": flag.metavar}
     return {"type": _number(name) if types & {int, float} else str, "metavar": flag.metavar}
 
