@@ -125,6 +125,8 @@ def test_a_redirect_tells_where_to() -> None:
         ({"Retry-After": "-3"}, 0.0),
         ({"Retry-After": "Wed, 21 Oct 2015 07:28:10 GMT"}, 10.0),
         ({"Retry-After": "Wed, 21 Oct 2015 07:27:00 GMT"}, 0.0),
+        ({"Retry-After": "Wed, 21 Oct 2015 07:28:10 GMT", "Date": "Wed, 21 Oct 2015 07:28:07 GMT"}, 3.0),
+        ({"Retry-After": "Wed, 21 Oct 2015 07:28:10 GMT", "Date": "today"}, 10.0),
         ({"Retry-After": "soon"}, None),
         ({"Retry-After": "nan"}, None),
         ({"Retry-After": "inf"}, None),

@@ -6,6 +6,8 @@ import asyncio
 import gc
 import gzip
 import socket
+import threading
+import time
 import tracemalloc
 from contextlib import suppress
 from contextvars import ContextVar
@@ -270,6 +272,35 @@ async def test_an_answer_that_comes_before_the_body_was_sent_is_taken() -> None:
         with pytest.raises(Rejected) as caught:
             await post(url, b"x" * 4 * LARGE)
     assert caught.value.status == 413
+
+
+async def test_an_answer_is_read_although_the_connection_breaks_while_the_body_is_sent() -> None:
+    """The server refuses and closes with a reset; the event loop is busy meanwhile, and notices at its next write."""
+    said = b"HTTP/1.1 413 Too Large\r\nContent-Length: 0\r\n\r\n"
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        closed = threading.Event()
+
+        def refuse() -> None:
+            connection, _ = listening.accept()
+            connection.recv(64)
+            connection.sendall(said)
+            connection.close()  # unread bytes are left: the client gets a reset
+            closed.set()
+
+        serving = threading.Thread(target=refuse)
+        serving.start()
+
+        async def hold_up_the_loop() -> None:
+            while not closed.is_set():
+                await asyncio.sleep(0)
+            time.sleep(0.05)
+
+        holding = asyncio.create_task(hold_up_the_loop())
+        with pytest.raises(Rejected) as caught:
+            await post(f"http://127.0.0.1:{listening.getsockname()[1]}", b"x" * 8 * LARGE)
+        assert caught.value.status == 413
+        await holding
+        serving.join()
 
 
 async def test_a_body_that_is_not_read_waits_and_can_be_cancelled() -> None:

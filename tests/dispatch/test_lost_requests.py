@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from batch_agent import BatchAgent, Fleet, Tool
 from batch_agent.backends.base import ClientBody, ModelRequest, Probe, RequestShape
 from batch_agent.dispatch.dispatcher import Dispatcher, ModelCall
 from batch_agent.dispatch.policy import Observer, Policy
-from batch_agent.errors import Unavailable
+from batch_agent.errors import RunUnreachable, Unavailable
 from batch_agent.job import AgentResult
 from batch_agent.messages import Conversation, Message
 from batch_agent.observe.statistics import Statistics
@@ -302,3 +303,19 @@ class Steady(ScriptedBackend):
 
     def _answer(self, request: Request) -> ScriptedReply:
         return Say("ok", latency=0.1)
+
+
+@pytest.mark.parametrize(("rows", "answered"), [(20, 0), (1, 0), (20, 8)])
+def test_a_server_that_never_completes_an_answer_ends_a_run_soon_after_its_max_outage(rows: int, answered: int) -> None:
+    @virtual_clock
+    async def scenario() -> None:
+        def script(request: Request) -> ScriptedReply:
+            slow = request.number >= answered
+            return Say("x" * 400, latency=0.2 if not slow else 400.0)
+
+        backend = ScriptedBackend(script)
+        with suppress(RunUnreachable):
+            await finish(backend, rows, max_inflight=4, max_outage=10.0)
+        assert now() < 60
+
+    scenario()

@@ -207,7 +207,7 @@ def client_request(data: bytes) -> None:
         try:
             request = RequestReader().read(dialect, body, "m")
         except BadRequest as error:
-            json.dumps(dialect.error(400, str(error), error.param))
+            json.dumps(dialect.error(error))
             continue
         assert request.messages and len(request.head) == 16
 

@@ -120,7 +120,7 @@ class EndpointMonitor:
         self._unreachable: list[Endpoint] = []  # given up because no endpoint worked
         self._seen: dict[Endpoint, str] = {}  # the health last reported
         self._alarms = Alarms(self._look)
-        self.flights = Flights(scheduler.router, self._pump)
+        self.flights = Flights(scheduler.router, self._pump, patience)
         self.rate_limits = RateLimits(self.arm)
         self._probes = Probes(backend, self.found)
         self.controls = ControlRequests(backend, ask_control, self._unasked, enabled=control_requests)

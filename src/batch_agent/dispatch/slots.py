@@ -190,8 +190,8 @@ class Flights:
 
     send_beside: Callable[[Slot, Question, Policy, Observer], bool]
 
-    def __init__(self, router: Router, look_again: Callable[[], None]) -> None:
-        self._router, self._look_again = router, look_again
+    def __init__(self, router: Router, look_again: Callable[[], None], max_outage: float = inf) -> None:
+        self._router, self._look_again, self._max_outage = router, look_again, max_outage
         self._at: dict[Endpoint, dict[Slot, Flight]] = {}  # the oldest first
         self._patient: dict[Endpoint, Slot] = {}  # the trial that continues beside later ones
         self._deadlines = Deadlines()
@@ -207,7 +207,7 @@ class Flights:
         """Return the time limit of one request; ``end`` must follow. A trial must be answered within the usual time."""
         endpoint, seconds = slot.endpoint, policy.timeout
         if slot.ticket.control:
-            seconds = endpoint.health.control_seconds(now)
+            seconds = endpoint.health.control_seconds(now, self._max_outage)
         elif slot.trial:
             seconds = self._trial_seconds(slot, endpoint, seconds)
         deadline = Deadline(self._deadlines, inf if seconds is None else now + seconds)

@@ -8,7 +8,9 @@ reuses connections.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
@@ -314,6 +316,7 @@ STREAM_END_SECONDS = 0.25
 # request.
 STALE_SECONDS = 1.0
 WRITE_BYTES = 256 * 1024
+REST_BYTES = 64 * 1024
 
 Receive = Callable[[bytes], bool]
 """Takes a chunk of a streamed body. Returns True when it needs no more."""
@@ -390,7 +393,7 @@ class Connection(asyncio.Protocol):
             while not self._writable and not done.done():
                 self._wake = self._loop.create_future()
                 await self._wake
-            if done.done():
+            if done.done() or self.transport.is_closing():
                 return
             self.transport.write(view[start : start + WRITE_BYTES])
         self._uploading = False
@@ -431,9 +434,21 @@ class Connection(asyncio.Protocol):
         self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if exc is not None and self._response is not None:
+            self._read_rest()
         if self._response is not None:
             self._lose(self._response, exc)
         self._owner.lost(self)
+
+    def _read_rest(self) -> None:
+        """Read what arrived before the connection broke. A server that refuses a large request may answer early and
+        close; a write that fails then must not hide its answer."""
+        socket = self.transport.get_extra_info("socket")
+        if socket is None or self.transport.get_extra_info("ssl_object") is not None:
+            return
+        with suppress(OSError):
+            while self._response is not None and (data := os.read(socket.fileno(), REST_BYTES)):
+                self.data_received(data)
 
     def pause_writing(self) -> None:
         self._writable = False

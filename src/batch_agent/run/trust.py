@@ -38,7 +38,7 @@ SIGNATURE = "signature"  # the fact that is the signature of the others
 SIGNED_LINE = "# signature "  # the last line of a signed hostfile
 PLACES = ("backend", "compaction_backend")
 NAMES = ("output_schema", "worker", "compaction")  # functions and classes, as module:name
-DIRECTORIES = ("image_root", "cache")
+DIRECTORIES = ("image_root", "cache", "examples")  # ... and files: examples that are no pairs
 MODES = ("auto", "off")  # values of ``compaction`` that name nothing
 
 

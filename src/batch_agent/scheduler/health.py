@@ -180,10 +180,12 @@ class Health:
             return None
         return max(N.shortest_trial, 2 * self.slowest, (now - self.down_since) * N.trial_share)
 
-    def control_seconds(self, now: float) -> float:
-        """Return the time limit of a control request."""
+    def control_seconds(self, now: float, max_outage: float = inf) -> float:
+        """Return the time limit of a control request. Before the first answer it is part of the patience of a
+        dispatcher that has one."""
         if not self.answered:
-            return N.first_answer if self.is_down else N.first_controls[self._unanswered]
+            seconds = N.first_answer if self.is_down else N.first_controls[self._unanswered]
+            return min(seconds, max(N.shortest_control, max_outage))
         shortest = N.shortest_control
         if self.is_learnt and (self._looks or self.is_down):
             # It is silent, or was. One that hangs is asked again soon; one that is slow gets more time at each trial.
@@ -191,9 +193,10 @@ class Health:
             shortest = min(shortest, N.shortest_trial * 2.0**tried)
         return max(shortest, 2 * self.slowest, 4 * self.slowest_control, self.trial_seconds(now) or 0.0)
 
-    def asks_again(self) -> bool:
+    def asks_again(self, max_outage: float = inf) -> bool:
         """Return whether a control request that was not answered in time proves nothing, and another one is sent."""
-        if self.answered or self._unanswered == len(N.first_controls) - 1:
+        waited = sum(N.first_controls[: self._unanswered + 1])
+        if self.answered or self._unanswered == len(N.first_controls) - 1 or waited >= max_outage:
             return False
         self._unanswered += 1
         return True

@@ -372,7 +372,7 @@ class ServerState:
     def _failed(self, event: Failed, now: float, effects: Effects) -> None:
         slot, error, around, beside = event
         health, row, control = self.health, slot.ticket.row, slot.ticket.control
-        outcome = self._outcome(slot, error, now, effects)
+        outcome = self._outcome(slot, error, around.patience, now, effects)
         excessive = self.is_excessive(error, around.patience)
         beside = beside or self.history.has_other_cause(row, slot.sent_at)
         attempt = Attempt(
@@ -405,7 +405,7 @@ class ServerState:
         self._apply(event, outcome, verdict, now, effects)
         effects.append(Judged(attempt, verdict, self._scope(event, now, effects)))
 
-    def _outcome(self, slot: Slot, error: BackendError, now: float, effects: Effects) -> Outcome:
+    def _outcome(self, slot: Slot, error: BackendError, patience: float, now: float, effects: Effects) -> Outcome:
         """Return how the attempt ended. This is the only place that decides it. ``recalled``: neither side is at
         fault."""
         outcome, health, control = outcome_of(error), self.health, slot.ticket.control
@@ -430,7 +430,7 @@ class ServerState:
                 meanwhile = self.answers - slot.answers_before
                 self._limit(self.capacity.timed_out(meanwhile, now - slot.sent_at), now, effects)
             outcome = "recalled"
-        if control and health.asks_again():
+        if control and health.asks_again(patience):
             effects.append(Control(again=True))
             outcome = "recalled"
         return outcome

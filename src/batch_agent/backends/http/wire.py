@@ -236,7 +236,7 @@ class Faults:
 
 def retry_after(headers: Mapping[str, str], now: float | None = None) -> float | None:
     """Return the seconds to wait that the server requests: ``Retry-After`` as a number or a date, or
-    ``retry-after-ms``."""
+    ``retry-after-ms``. A date is compared with the server's own clock, its ``Date``, if it sends one."""
     milliseconds = _number(headers.get("retry-after-ms", ""))
     if milliseconds is not None:
         return milliseconds / 1000
@@ -244,11 +244,17 @@ def retry_after(headers: Mapping[str, str], now: float | None = None) -> float |
     seconds = _number(value)
     if seconds is not None or not value:
         return seconds
+    when, here = _time(value), _time(headers.get("Date", ""))
+    if when is None:
+        return None
+    return max(0.0, when - (here if here is not None else time.time() if now is None else now))
+
+
+def _time(date: str) -> float | None:
     try:
-        when = parsedate_to_datetime(value).timestamp()
+        return parsedate_to_datetime(date).timestamp()
     except (ValueError, OverflowError, OSError):
         return None
-    return max(0.0, when - (time.time() if now is None else now))
 
 
 def _number(text: str) -> float | None:
