@@ -261,6 +261,8 @@ class DryRun:
             yield "all requests", f"{amount(self.all_tokens)} tokens, {cached}; {guess}"
         span = " to ".join(dict.fromkeys(map(dollars, self.cost or ())))
         yield "cost", f"{span}: {self._cost_basis()}" if span else self._cost_basis()
+        if (pilot := prepared.spec.pilot) is not None:
+            yield "pilot", f"{rows(pilot)} go first, a random sample; the others follow when you say so"
         if limits := self._limits():
             yield "ends at", limits
         if description.late_tokens >= WORTH_MOVING and self.rows is not None and self.rows > 1:
