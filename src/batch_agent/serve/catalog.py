@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
-from math import inf
 from pathlib import Path
 from threading import RLock
 from typing import Any, Literal, Self, TypeVar
@@ -46,6 +45,7 @@ ACTIVE, REVOKED, AWAY = 0, 1, 2  # a tenant; AWAY: one of a configuration, and t
 AGAIN = "~"  # in the name of a tenant, before a number: a name that was given again after it was revoked
 FINAL = frozenset({"failed", "completed", "expired", "cancelled"})
 BUSY_SECONDS = 30.0
+WITHOUT_END = 1e12  # a time that never comes; descriptions are JSON, which has no infinity
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS tenant (
     name TEXT PRIMARY KEY, hash TEXT UNIQUE NOT NULL, revoked INTEGER NOT NULL DEFAULT 0, terms TEXT NOT NULL);
@@ -399,7 +399,7 @@ class Catalog:
                 name = name or _next_name(each.tenant.name, rows)
                 self._put_tenant(db, replace(each.tenant, name=name, configured=True), each.key)
                 if each.old_key:
-                    row = (hashed(each.old_key), name, inf)
+                    row = (hashed(each.old_key), name, WITHOUT_END)
                     db.execute("INSERT OR REPLACE INTO former_key VALUES (?, ?, ?)", row)
         return [tenant.label for tenant in gone]
 

@@ -24,7 +24,7 @@ logger = logging.getLogger("batch_agent")
 
 COUNT_SECONDS = 0.25  # that used tokens may wait for the writer
 AGAIN_SECONDS = 1.0  # after a write that failed
-AHEAD = 16  # lines that a hold is enlarged for at once, at most
+AHEAD = 256  # lines that a hold is enlarged for at once, at most
 AHEAD_PART = 1 / 16  # of the tokens that are left, at most
 
 
@@ -53,6 +53,7 @@ class _Budget:
     reserved: int = 0  # by requests in flight of this process
     held: int = 0  # in the catalog for them
     ahead: int = 0  # that the next write adds for lines
+    busy: bool = False  # lines have taken tokens since the latest write
     refused: int | None = None  # what lines asked for, and could not get
     waiters: list[_Waiter] = field(default_factory=list)
 
@@ -127,10 +128,14 @@ class TokenLedger:
         if budget.limit is None or (budget.free >= least and not budget.waiters):
             return True
         if budget.refused is None or least < budget.refused:
-            left = max(0, budget.limit - self.today(tenant) - budget.reserved)
-            budget.ahead = max(budget.ahead, least, min(AHEAD * most, int(left * AHEAD_PART)))
+            budget.ahead = max(budget.ahead, least, self._ahead(budget, most))
             self._wake(urgent=True)
         return False
+
+    def _ahead(self, budget: _Budget, most: int) -> int:
+        """Return the tokens to hold for lines that come, each of which may use ``most``."""
+        left = (budget.limit or 0) - budget.used - budget.settled - budget.reserved
+        return min(AHEAD * most, int(max(0, left) * AHEAD_PART))
 
     def take(self, tenant: str, least: int, most: int) -> int:
         """Reserve tokens for a line that may start, and return their number; 0 without a limit."""
@@ -139,6 +144,10 @@ class TokenLedger:
             return 0
         granted = max(least, min(most, budget.free))
         budget.reserved += granted
+        budget.busy = True
+        if budget.free < most:  # before it is used up
+            budget.ahead = max(budget.ahead, self._ahead(budget, most))
+            self._wake(urgent=True)
         return granted
 
     # After it
@@ -174,13 +183,16 @@ class TokenLedger:
         async with self._writing:
             self._due.clear()
             self._urgent.clear()
-            asked, used, holds = dict[str, tuple[list[_Waiter], int]](), dict[str, int](), list[Hold]()
+            asked, used, holds = dict[str, tuple[list[_Waiter], int, int]](), dict[str, int](), list[Hold]()
             for name, budget in self._budgets.items():
                 wanted = sum(waiter.most for waiter in budget.waiters)
                 if wanted or budget.ahead or budget.held != budget.reserved:
-                    holds.append(Hold(name, budget.reserved, budget.reserved + wanted + budget.ahead, budget.limit))
-                    asked[name] = [*budget.waiters], budget.ahead
-                    budget.ahead, budget.held = 0, budget.reserved  # nothing else is taken until it is written
+                    # Lines may take what is free meanwhile, so it stays held. Without lines it is given back.
+                    least = budget.reserved + (max(0, budget.free) if budget.busy else 0)
+                    most = least + wanted + budget.ahead
+                    holds.append(Hold(name, least, most, budget.limit))
+                    asked[name] = [*budget.waiters], budget.ahead, most
+                    budget.ahead, budget.busy, budget.held = 0, False, least
                 if budget.settled:
                     used[name], budget.settled = budget.settled, 0
                     budget.used += used[name]
@@ -191,7 +203,7 @@ class TokenLedger:
                     self._budgets[name].used -= tokens
                     self._budgets[name].settled += tokens
                 if isinstance(error, StoreError):
-                    for name, (waiters, _) in asked.items():
+                    for name, (waiters, *_) in asked.items():
                         self._refuse(self._budgets[name], waiters, error)
                 raise
             for name, budget in tuple(self._budgets.items()):
@@ -212,14 +224,14 @@ class TokenLedger:
         except StoreError as error:
             logger.warning("the latest tokens were not counted: %s", error)
 
-    def _grant(self, budget: _Budget, waiters: list[_Waiter], ahead: int) -> None:
+    def _grant(self, budget: _Budget, waiters: list[_Waiter], ahead: int, most: int) -> None:
         self._grant_waiters(budget)
         left = [waiter for waiter in waiters if waiter in budget.waiters]
         limit = budget.limit or 0
         for waiter in left:
             for_now = budget.used + budget.settled + waiter.least <= limit
             self._refuse(budget, [waiter], DayUsed(for_now=for_now))
-        if ahead and budget.free < ahead:
+        if ahead and budget.held < most:
             budget.refused = ahead if budget.refused is None else min(ahead, budget.refused)
         if budget.waiters or budget.ahead:
             self._wake(urgent=True)
