@@ -20,7 +20,7 @@ from batch_agent.agent.prepare import Prepared, prepare
 from batch_agent.backends.registry import BACKEND_VARIABLE
 from batch_agent.backends.schemes import PROVIDERS
 from batch_agent.dispatch.cancellation import wait_event
-from batch_agent.errors import SpecError, StoreError
+from batch_agent.errors import RunUnreachable, SpecError, StoreError
 from batch_agent.files.results import from_json
 from batch_agent.fleet.hostfile import KEPT_HOSTFILES
 from batch_agent.messages import JsonObject
@@ -432,7 +432,7 @@ class JoinedWorkers:
             await worker.work()
         except NoRunCame:
             pass
-        except (SpecError, StoreError) as error:
+        except (SpecError, StoreError, RunUnreachable) as error:  # also of an outage: it joins again
             with suppress(StoreError):
                 if name in await in_thread(partial(run_names, self._address)):  # else it has ended, and was deleted
                     self._tell(name, error)

@@ -499,7 +499,8 @@ class Interactive:
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise RequestRefused(503, "the server is stopping; send the request again", code="stopping") from None
+            told = "the server is stopping; send the request again"
+            raise RequestRefused(503, told, code="stopping", headers=again_after(5.0)) from None
 
     async def _ask(
         self,
