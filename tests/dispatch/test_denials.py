@@ -111,3 +111,27 @@ def test_one_retry_after_above_max_outage_among_good_answers_does_not_end_the_ru
         assert now() < 40
 
     scenario()
+
+
+@pytest.mark.parametrize("status", STATUSES)
+def test_a_row_that_every_server_of_a_fleet_denies_fails_alone(status: int) -> None:
+    @virtual_clock
+    async def scenario() -> None:
+        def script(request: Request) -> Say | Fail:
+            return Fail(status, latency=0.01) if request.text == "7" else Say("ok", latency=0.5)
+
+        class Numbered(ScriptedBackend):
+            number = 0
+
+            @property
+            def name(self) -> str:
+                return f"scripted://{self.number}"
+
+        servers = [Numbered(script) for _ in range(3)]
+        for number, server in enumerate(servers):
+            server.number = number
+        statistics = await finish(Fleet(servers), 60)
+        assert (statistics.ok, statistics.failed, statistics.ended) == (59, 1, "complete")
+        assert now() < 30
+
+    scenario()

@@ -119,6 +119,8 @@ class RowHistory:
     denials: int = 0  # in a row by one endpoint
     asked_again: bool = False  # after as many as are its own fault, because they may have been an outage
     denied_by: EndpointHistory | None = None
+    denied_at: dict[Denials, float] = field(default_factory=dict)  # when each server last denied it
+    disproved: int = 0  # times that a server denied it again after it had answered others
     failures: int = 0  # since it was last forgiven; the delay grows with this number
 
     @property
@@ -456,6 +458,7 @@ class Denials:
 
     def __init__(self) -> None:
         self._answered = False
+        self._answered_sent = -inf  # when the newest of the requests that it has answered was sent
         self._kind: tuple[int, str] | None = None  # of the unclear denials, which all have the same kind
         self._rows: dict[Hashable, float] = {}  # row → when its request was sent
         self._denied_at: float | None = None  # arrival of the first denial that no answer has disproved
@@ -463,11 +466,20 @@ class Denials:
     def answered(self, sent_at: float) -> None:
         """Record a good answer to a request sent at ``sent_at``."""
         self._answered = True
+        if sent_at > self._answered_sent:
+            self._answered_sent = sent_at
         if self._rows:
             unclear = {row: sent for row, sent in self._rows.items() if sent > sent_at}
             if len(unclear) < len(self._rows) or (self._denied_at is not None and sent_at > self._denied_at):
                 self._denied_at = None
             self._rows = unclear
+
+    def denial(self, row: RowHistory, sent_at: float, now: float) -> Denial:
+        """Return the denial of a row that arrives now. A row at fault may go to another server each time: so denials
+        by all servers count that follow an answer of the same server."""
+        row.disproved += self._answered_sent > row.denied_at.get(self, inf)
+        row.denied_at[self] = now
+        return Denial(sent_at, now, max(row.denials, row.disproved + 1))
 
     @property
     def has_answered(self) -> bool:

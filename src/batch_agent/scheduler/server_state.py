@@ -30,7 +30,6 @@ from batch_agent.errors import BackendError, ContextOverflow, RateLimited, Rejec
 from batch_agent.scheduler.blame import (
     DENIED,
     Attempt,
-    Denial,
     Denials,
     EndpointHistory,
     Outcome,
@@ -530,7 +529,7 @@ class ServerState:
             return "row"  # but a person's request to a service is worth as much as a row
         if self.health.is_denied:
             return "all"
-        denial = Denial(slot.sent_at, now, slot.ticket.row.denials)
+        denial = self.denials.denial(slot.ticket.row, slot.sent_at, now)
         left, progress = self.inflight - 1, slot.ticket.progress
         scope = self.denials.scope(progress, error.status, str(error), denial, left, can_ask=around.can_ask)
         if scope == "all" and not self.health.is_down:
@@ -612,7 +611,7 @@ class ServerState:
     def _asked_to_wait(self, slot: Slot, error: BackendError, wait: float, now: float, effects: Effects) -> None:
         """Send nothing for the time that the server asks for. A long one is an outage, which is tried again sooner."""
         one = self.inflight > 1 and (self.capacity.tolerates or wait > N.short_wait)
-        if wait > N.longest_hold:
+        if is_long := wait > N.longest_hold:
             if not self.health.is_down:
                 self._go_down("the server asks for a long wait", str(error), now, effects)
             wait = min(N.longest_hold, N.first_hold * 2.0 ** min(self.health.trials, N.most_doubled))
@@ -620,8 +619,8 @@ class ServerState:
         if now + wait <= self.held_until:
             return
         self._hold(now + wait, slot.sent_at if one else inf, str(error), now)
-        if isinstance(error, RateLimited) and (slot.ticket.control or not one):
-            self._dry_up(now, wait)
+        if isinstance(error, RateLimited) and (slot.ticket.control or not one) and not is_long:
+            self._dry_up(now, wait)  # a limit per minute lets requests through again sooner
         effects.append(WAKE)
 
     def _dry_up(self, now: float, wait: float = 0.0) -> bool:
