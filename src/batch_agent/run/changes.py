@@ -16,7 +16,7 @@ from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from textwrap import shorten
-from typing import cast
+from typing import Literal, TypeAlias, cast
 
 from pydantic import JsonValue
 
@@ -39,6 +39,7 @@ from batch_agent.run.matching import NAMED, Matched, Matching, readable_again
 from batch_agent.run.worker import starts_afresh
 from batch_agent.spec import BatchSpec
 
+OnChange: TypeAlias = Literal["keep", "resend"] | None
 logger = logging.getLogger("batch_agent")
 
 # Options that say nothing about the answers, or only about one session.
@@ -64,6 +65,10 @@ VALUE_CHARACTERS = 60
 UNREAD = (
     "the inputs can be read only once, so they are not compared with the record before they are sent: rows that have "
     "a recorded answer to the same question, with the same id, keep it, and all others are sent"
+)
+FROM_STAGES = (
+    "the rows come from other stages, so they are not compared with the record before: rows that have a recorded "
+    "answer to the same question keep it, and all others are sent"
 )
 
 
@@ -164,6 +169,7 @@ class Changes:
     rest_kept: str = ""  # the same with on_change="keep"
     paid: float | None = None
     resend: bool = False
+    recorded: bool = False  # there is a record
     forced: bool = False  # an earlier session kept answers by force
     told: bool = False  # the user has been shown it
 
@@ -203,6 +209,8 @@ class Changes:
 
     def _counts(self, *, keeps: bool) -> Iterator[str]:
         """Yield a line with the rows of each part that are kept, sent and no longer asked for."""
+        if self.recorded and not self.matched:
+            yield FROM_STAGES
         for name, each in self.matched.items():
             head = f"{name}: " if name else ""
             if each is None:
@@ -231,10 +239,11 @@ class Changes:
         rows = shown.get("") if set(shown) <= {""} else shown
         return {"changed_options": [*self.edits], "dropped_answers": 0 if keeps else self.dropped, "rows": rows}
 
-    def tell(self, *, keeps: bool) -> None:
-        """Log the same, unless the user has seen it."""
-        if words := "" if self.told else self.forecast(keeps=keeps):
-            logger.log(logging.INFO if self.is_silent else logging.WARNING, "resuming %s: %s", self.run, words)
+    def tell(self, on_change: OnChange) -> None:
+        """Log the same, unless the user has seen it. A change that the caller did not expect is a warning."""
+        if words := "" if self.told else self.forecast(keeps=on_change == "keep"):
+            level = logging.INFO if self.is_silent or on_change is not None else logging.WARNING
+            logger.log(level, "resuming %s: %s", self.run, words)
 
     def adoptions(self, part: str, *, keeps: bool) -> Callable[[], Iterator[Adoption]] | None:
         """Return what a part of the run takes over from other recorded rows."""
@@ -292,6 +301,7 @@ def compare(
         rest[0].rest_kept if len(rest) == 1 else "",
         paid,
         resend=resend,
+        recorded=bool(found),
         forced=forced,
     )
 
@@ -315,9 +325,6 @@ def _compare(
     try:
         with closing(again) if isinstance(again, LazyRows) else nullcontext():
             found = matching.match(again)
-        if found is None:  # the journal is lost
-            matching.close()
-            return Changes(reader.name, edits, 0 if same else reader.rows.counts()[0], cut)
         if cut:
             found = replace(found, kept=max(0, found.kept - cut))
         kept = found.with_answers_kept()

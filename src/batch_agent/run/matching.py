@@ -144,11 +144,12 @@ class Matching:
     def close(self) -> None:
         self._db.close()
 
-    def match(self, inputs: Iterable[object]) -> Matched | None:
-        """Return what becomes of the rows; None if the record has no journal."""
+    def match(self, inputs: Iterable[object]) -> Matched:
+        """Return what becomes of the rows."""
         recorded = self._reader.recorded(self._fingerprint, forced=self._forced)
-        if recorded is None:
-            return None
+        if recorded is None:  # the journal is gone, and no answer can be used
+            total = sum(1 for _ in self._identified(inputs))
+            return Matched(total, lost=min(total, self._reader.rows.counts()[0]))
         self._db.execute("BEGIN")
         self._insert("INSERT INTO now (idx, key, row) VALUES (?, ?, ?)", self._identified(inputs))
         was = ((each.name, each.key, each.row, each.rank, each.index) for each in recorded)

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from pydantic import JsonValue
 
@@ -34,7 +34,7 @@ from batch_agent.record.redis.store import ANNOUNCED, RedisRunStore
 from batch_agent.record.row_json import encode_result, encode_row
 from batch_agent.record.rundir import OPTIONS, SCHEMA, State
 from batch_agent.record.store import OBSERVED, Account, Increment, Resuming, RunStore, WorkStore
-from batch_agent.run.changes import Changes, options_of
+from batch_agent.run.changes import Changes, OnChange, options_of
 from batch_agent.run.control import Inside
 from batch_agent.run.spec_json import pieces, schema_json, spec_json
 from batch_agent.run.trust import HOSTS, ROWS, hosts_of, join_line, sign
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from batch_agent.run.worker import Leases
 
 R = TypeVar("R")
-OnChange: TypeAlias = Literal["keep", "resend"] | None
 logger = logging.getLogger("batch_agent")
 SENT_SECONDS = 1.0  # after which a commit is begun if events wait for one
 # How a run ends, as its record calls it.
@@ -127,7 +126,7 @@ async def refuse_changes(compared: Callable[[], Changes], on_change: OnChange) -
     changes = await in_thread(compared)
     if changes.dropped and on_change is None:
         raise SpecError(changes.refusal(flags=False))
-    changes.tell(keeps=on_change == "keep")
+    changes.tell(on_change)
 
 
 async def as_recorded(prepared: Prepared, store: RunStore | None) -> Prepared:

@@ -49,7 +49,7 @@ from batch_agent.record.scoring import RunGold
 from batch_agent.record.store import LEASE, RunStore, WorkStore
 from batch_agent.record.timeline import Line
 from batch_agent.results import Results
-from batch_agent.run.changes import Changes, compare
+from batch_agent.run.changes import Changes, OnChange, compare
 from batch_agent.run.control import Controls, Inside
 from batch_agent.run.crew import crew_of
 from batch_agent.run.delivery import Delivery
@@ -59,7 +59,6 @@ from batch_agent.run.observers import Observers, is_observed
 from batch_agent.run.pilot import Pilot, results_of_pilot
 from batch_agent.run.recording import (
     RECORDED_STATES,
-    OnChange,
     StageAccount,
     WorkSince,
     announced,

@@ -44,9 +44,9 @@ from batch_agent.record.rundir import recorded_options
 from batch_agent.record.store import RunStore
 from batch_agent.record.timeline import Line
 from batch_agent.results import Results, Summary
-from batch_agent.run.changes import Changes
+from batch_agent.run.changes import Changes, OnChange
 from batch_agent.run.pilot import Pilot, outlook_of
-from batch_agent.run.recording import OnChange, open_record
+from batch_agent.run.recording import open_record
 from batch_agent.run.rows import Rows, UniqueIds
 from batch_agent.run.run import Run
 from batch_agent.run.scoring import OPTIONS as SCORE_OPTIONS

@@ -74,8 +74,7 @@ from batch_agent.record.keys import Keys
 from batch_agent.record.reader import RunSnapshot, look, open_run
 from batch_agent.record.rundir import RESULTS, RUN
 from batch_agent.record.score_reader import has_gold, score_of_run
-from batch_agent.run.changes import Changes, retries
-from batch_agent.run.recording import OnChange
+from batch_agent.run.changes import Changes, OnChange, retries
 from batch_agent.run.run import Run
 from batch_agent.run.scoring import final_score
 from batch_agent.spec import BatchSpec
