@@ -239,7 +239,7 @@ class _Joiner:
             with_all = inputs.again()
             try:
                 for index, value in enumerate(with_all):
-                    self.join(index, value)
+                    self.note(index, value)
             finally:
                 with_all.close()
             self.finish(checks=True)
@@ -252,7 +252,7 @@ class _Joiner:
             return self._of_iterator(inputs)
         if isinstance(inputs, Iterable):
             for index, value in enumerate(inputs):
-                self.join(index, value)
+                self.note(index, value)
             self.finish(checks=True)
             return BareRows(inputs, self.bare) if self.changes else inputs
         return inputs
@@ -264,17 +264,29 @@ class _Joiner:
 
     def join(self, index: int, value: object) -> object:
         """Add the gold of a row to the table, and return the row without it."""
-        try:
-            fields = {} if isinstance(value, UnreadableRow) else fields_of(value)
-        except InputError:  # this row fails alone
-            return value
-        if fields:
-            for option, column in self.columns.items() if not index else ():
-                if column not in fields:
-                    raise SpecError(f"{option}: the rows have no column {column!r} (their columns: {listed(fields)})")
-            own = own_id(fields, self._id_column)
-            self._join(index, str(index) if own is None else own, fields)
+        self.note(index, value)
         return self.bare(value)
+
+    def note(self, index: int, value: object) -> None:
+        """Add the gold of a row to the table."""
+        if type(value) is dict:  # the usual case
+            fields: Mapping[str, object] = value
+        else:
+            try:
+                fields = {} if isinstance(value, UnreadableRow) else fields_of(value)
+            except InputError:  # this row fails alone
+                return
+        if not fields:
+            return
+        if not index:
+            self._check_columns(fields)
+        own = own_id(fields, self._id_column)
+        self._join(index, str(index) if own is None else own, fields)
+
+    def _check_columns(self, first: Mapping[str, object]) -> None:
+        for option, column in self.columns.items():
+            if column not in first:
+                raise SpecError(f"{option}: the rows have no column {column!r} (their columns: {listed(first)})")
 
     def bare(self, value: object) -> object:
         return value
@@ -320,7 +332,8 @@ class _ColumnJoiner(_Joiner):
     def __init__(self, gold: Gold, id_column: str | None, *, by_name: bool, task: Mapping[str, object]) -> None:
         super().__init__(id_column, by_name=by_name)
         self.gold, self._columns, self._options = gold, frozenset(gold.columns.values()), task
-        self._first = True
+        self._first, self._one = True, next(iter(self._columns))
+        self._has_all = False  # each of the columns was seen in a row
 
     @property
     def changes(self) -> bool:
@@ -328,6 +341,12 @@ class _ColumnJoiner(_Joiner):
 
     def bare(self, value: object) -> object:
         """Return a row without its gold. A row that is not a dict becomes one, if it has gold."""
+        if type(value) is dict and self._one in value:  # the usual case
+            row = value.copy()
+            for column in self._columns:
+                row.pop(column, None)
+            self.whole.keep(row, value)
+            return row
         if isinstance(value, str | UnreadableRow):
             return value
         try:
@@ -344,17 +363,19 @@ class _ColumnJoiner(_Joiner):
         if self._first:
             self._first = False
             _refuse_in_task(self._options, self._columns, [*fields])
-        if len(self._seen) < len(self._columns):
-            self._seen |= self._columns & fields.keys()
-        if not index:
             self._listed = listed(fields)
+        if not self._has_all:
+            self._seen |= self._columns & fields.keys()
+            self._has_all = len(self._seen) == len(self._columns)
         try:
             values = self.gold.read(fields)
         except ValueError as error:
             self._problems.append((name, str(error)))
             return
-        if values:
+        if values and self.table.by_name:
             self._add(name, index, values)
+        elif values:
+            self.table.add(name, index, values)
 
     def finish(self, *, checks: bool) -> None:
         missing = sorted(self._columns - self._seen)
@@ -401,7 +422,7 @@ def warn_unjoined(path: Path, waiting: Mapping[str, object], total: int) -> None
 
 def read_gold_file(
     path: Path, schema: OutputSchema[object] | None, id_column: str | None, *, known: bool = True
-) -> tuple[Gold, dict[str, dict[str, JsonValue]]]:
+) -> tuple[Gold, dict[str, Mapping[str, JsonValue]]]:
     """Return the fields of a gold file, and the gold of each id. Raises SpecError."""
     try:
         rows = read_inputs(path)
@@ -423,7 +444,7 @@ def read_gold_file(
     if not fields:
         raise SpecError(f"gold: {path} has only the column {name_column!r}: add a column for each field with gold")
     gold = checked_gold(str(path), schema, known=known, columns=fields)
-    values: dict[str, dict[str, JsonValue]] = {}
+    values: dict[str, Mapping[str, JsonValue]] = {}
     problems: list[tuple[str, str]] = []
     for cells in found:
         own = own_id(cells, name_column)

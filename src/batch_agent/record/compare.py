@@ -35,6 +35,9 @@ class SideRow(NamedTuple):
     fields: Mapping[str, object]
     answer: Answer
 
+    def given(self) -> Mapping[str, object]:
+        return self.fields
+
 
 @dataclass(frozen=True, slots=True)
 class Side:
@@ -195,7 +198,7 @@ def _looks(
         scoring = Scoring(rules, taken.table, replace(taken.options, sealed=False, require=()))
         for name in kept:
             row = rows[name]
-            scoring.add(row.place, name, row.answer.output, row.fields, ok=row.answer.ok, error=row.answer.error)
+            scoring.add(row.place, name, row.answer.output, row.given, ok=row.answer.ok, error=row.answer.error)
         score = with_looks(scoring.score(complete=True), side.known.asked, run=side.name)
         if score.looks is not None:
             before.append(score.looks)

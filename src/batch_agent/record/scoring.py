@@ -13,7 +13,7 @@ from pydantic import JsonValue
 
 from batch_agent.compiler.fields import fields_of, listed
 from batch_agent.compiler.schema import OutputSchema
-from batch_agent.errors import InputError, Interrupted, Invalid, SpecError, StoreError
+from batch_agent.errors import InputError, Interrupted, SpecError, StoreError
 from batch_agent.files.gold import (
     GivenGold,
     TakenGold,
@@ -23,7 +23,7 @@ from batch_agent.files.gold import (
     score_options,
     warn_unjoined,
 )
-from batch_agent.files.results import from_json, plainly, to_json
+from batch_agent.files.results import from_json, to_json
 from batch_agent.files.tables import Record, record_of
 from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject
@@ -40,25 +40,30 @@ UNKNOWN = "unknown"  # what was asked, if the record does not say it
 
 def add_result(scoring: Scoring, result: AgentResult[Any], schema: OutputSchema[object] | None) -> None:
     """Add a finished row. One that was interrupted is not finished."""
-    if result.error is not None and result.error.type == Interrupted.type:
-        return
-    plain = plainly(result, schema)
-    output: JsonValue = None
-    if plain.ok:
+    ok, error, output = result.ok, None, None
+    if result.error is not None:
+        if (error := result.error.type) == Interrupted.type:
+            return
+    else:
         try:
-            output = cast(JsonValue, plain.output if schema is not None else from_json(to_json(plain.output)))
-        except (Invalid, TypeError, ValueError):
-            output = None
-    error = None if plain.error is None else plain.error.type
+            output = _plain(result.output, schema)
+        except Exception as failed:  # the user's own serializers can raise anything: no output is written for this row
+            ok, error = False, type(failed).__name__
     scoring.add(
         result.index,
         result.job_id,
         output,
-        row_fields(result.input),
-        ok=plain.ok,
+        lambda: row_fields(result.input),
+        ok=ok,
         doubt=getattr(result, "doubt", None),
         error=error,
     )
+
+
+def _plain(output: object, schema: OutputSchema[object] | None) -> JsonValue:
+    if schema is not None:
+        return cast(JsonValue, None if output is None else schema.to_plain(output))
+    return cast(JsonValue, output if isinstance(output, str | bool | int | None) else from_json(to_json(output)))
 
 
 def add_record(scoring: Scoring, record: Record) -> None:
@@ -72,7 +77,7 @@ def add_record(scoring: Scoring, record: Record) -> None:
         index if isinstance(index, int) else -1,
         str(record.get("job_id")),
         cast(JsonValue, record.get("output")),
-        row_fields(record.get("input")),
+        lambda: row_fields(record.get("input")),
         ok=bool(record.get("ok")),
         doubt=doubt if isinstance(doubt, float | int) else None,
         error=kind,

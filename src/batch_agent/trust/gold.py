@@ -22,6 +22,7 @@ from batch_agent.messages import JsonObject
 OUTPUT = "output"  # the field of an answer that has no fields
 ALL = "all"  # every field that has gold on a row; no field may be called so in a score
 TOLERANCE = 1e-9
+MOST_KNOWN = 1000  # texts of cells whose meaning is remembered
 WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 NULL = "null"
 
@@ -199,10 +200,23 @@ class Gold:
     def __init__(self, fields: Sequence[GoldField], columns: Mapping[str, str]) -> None:
         self.fields = {each.name: each for each in fields}
         self.columns = dict(columns)
+        self._columns = [*self.columns.values()]
+        self._known: dict[tuple[object, ...], Mapping[str, JsonValue]] = {}  # what texts mean that came before
 
-    def read(self, cells: Mapping[str, object]) -> dict[str, JsonValue]:
-        """Return the gold of a row by field, without fields whose cell is empty. Raises ValueError, which names the
-        column and the value."""
+    def read(self, cells: Mapping[str, object]) -> Mapping[str, JsonValue]:
+        """Return the gold of a row by field, without fields whose cell is empty; the same object for equal texts.
+        Raises ValueError, which names the column and the value."""
+        key = tuple([cells.get(column) for column in self._columns])
+        if not all(cell.__class__ is str for cell in key):
+            return self._read(cells)
+        known = self._known.get(key)
+        if known is None:
+            known = self._read(cells)
+            if len(self._known) < MOST_KNOWN:
+                self._known[key] = known
+        return known
+
+    def _read(self, cells: Mapping[str, object]) -> dict[str, JsonValue]:
         found: dict[str, JsonValue] = {}
         for name, column in self.columns.items():
             cell = cells.get(column)

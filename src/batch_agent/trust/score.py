@@ -26,6 +26,7 @@ MOST_ANSWERS = 1000  # different answers of a field of text that are counted one
 LONGEST_CLASS = 64  # bytes
 FAILED, OTHER = "(failed)", "(other)"
 NORMAL = 1.959963984540054
+DIGESTS = 1 << 128
 COUNTED = "all rows of the table, counted"
 RANDOM = "a random sample of the table"
 CHOSEN = "rows that you chose: nothing follows for the others"
@@ -268,18 +269,21 @@ class _Tally:
         self._unfinished = 0
 
     def add(
-        self, group: object, gold: JsonValue, answer: JsonValue, *, ok: bool, is_right: bool, answered: bool
+        self, group: object, gold: JsonValue, answer: JsonValue, state: tuple[bool, bool, bool], times: int
     ) -> None:
+        """``state``: whether the row is ok, the answer is right, and there is one."""
+        ok, is_right, answered = state
         marks = self.groups[group]
-        marks.rows += 1
-        marks.right += is_right
-        marks.answered += answered
+        marks.rows += times
+        marks.right += is_right * times
+        marks.answered += answered * times
         if self._golds is not None:
             pair = self._pair(gold, answer, ok=ok)
             if pair is not None:
-                marks.pairs[pair] += 1
+                marks.pairs[pair] += times
         if self._errors is not None:
-            self._errors.append(self._error(gold, answer))
+            for _ in range(times):
+                self._errors.append(self._error(gold, answer))
 
     def skip(self, group: object, gold: JsonValue) -> None:
         """Count a pending row."""
@@ -456,12 +460,29 @@ class Scorer:
         value: object = None,
     ) -> bool:
         """Count a finished row. Returns whether every field with gold is right."""
+        answers = {each: self.gold.fields[each].take(output) if ok else None for each in gold}
+        wrong = self.count(gold, answers, ok=ok, group=group, by=by)
+        self.note(gold_digests(name, gold))
+        if wrong and self._wrong is not None:
+            self._wrong.append(WrongRow(name, index, wrong, doubt, error, value))
+        return not wrong
+
+    def count(
+        self,
+        gold: Mapping[str, JsonValue],
+        answers: Mapping[str, JsonValue],
+        *,
+        ok: bool,
+        group: object = None,
+        by: object = None,
+        times: int = 1,
+    ) -> dict[str, tuple[JsonValue, JsonValue]]:
+        """Count equal rows, without their ids. Returns the fields that are wrong, with gold and answer."""
         wrong: dict[str, tuple[JsonValue, JsonValue]] = {}
         answered = ok
         outputs: dict[str, tuple[JsonValue, bool, bool]] = {}
         for each, right_value in gold.items():
-            place = self.gold.fields[each]
-            answer = place.take(output) if ok else None
+            place, answer = self.gold.fields[each], answers[each]
             is_right = ok and place.right(answer, right_value)
             covered = ok and (answer is not None or right_value is None)
             answered = answered and covered
@@ -470,13 +491,15 @@ class Scorer:
                 wrong[each] = right_value, answer
         for tallies in self._places(by):
             for each, (answer, is_right, covered) in outputs.items():
-                tallies[each].add(group, gold[each], answer, ok=ok, is_right=is_right, answered=covered)
-            tallies[ALL].add(group, None, None, ok=ok, is_right=not wrong, answered=answered)
-        self._digest(name, gold)
-        self.rows += 1
-        if wrong and self._wrong is not None:
-            self._wrong.append(WrongRow(name, index, wrong, doubt, error, value))
-        return not wrong
+                tallies[each].add(group, gold[each], answer, (ok, is_right, covered), times)
+            tallies[ALL].add(group, None, None, (ok, not wrong, answered), times)
+        self.rows += times
+        return wrong
+
+    def note(self, digests: Mapping[str, int]) -> None:
+        """Add rows to the digests of ids and gold."""
+        for each, number in digests.items():
+            self._digests[each] = (self._digests[each] + number) % DIGESTS
 
     def skip(self, name: str, gold: Mapping[str, JsonValue], *, group: object = None, by: object = None) -> None:
         """Count a row that is not finished."""
@@ -484,7 +507,7 @@ class Scorer:
             for each, value in gold.items():
                 tallies[each].skip(group, value)
             tallies[ALL].skip(group, None)
-        self._digest(name, gold)
+        self.note(gold_digests(name, gold))
         self.pending += 1
 
     def score(
@@ -542,12 +565,20 @@ class Scorer:
                 self._by[value] = self._new()
             yield self._by[value]
 
-    def _digest(self, name: str, gold: Mapping[str, JsonValue]) -> None:
-        """Add a row to the digests of ids and gold, which do not depend on the order of rows."""
-        for each, value in gold.items():
-            text = f"{len(name)}:{name}{type(value).__name__}:{class_name(value)}"
-            made = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-            self._digests[each] = (self._digests[each] + int.from_bytes(made)) % (1 << 128)
+
+def gold_text(value: JsonValue) -> str:
+    """Return gold as it is in a digest."""
+    return f"{type(value).__name__}:{class_name(value)}"
+
+
+def gold_digests(name: str, gold: Mapping[str, JsonValue]) -> dict[str, int]:
+    """Return numbers for an id and its gold, by field. Their sum identifies rows in any order."""
+    found = {}
+    for each, value in gold.items():
+        text = f"{len(name)}:{name}{gold_text(value)}"
+        made = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        found[each] = int.from_bytes(made)
+    return found
 
 
 def _class_score(

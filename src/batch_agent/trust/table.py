@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import repeat
-from typing import Literal
+from typing import Literal, cast
 
 from pydantic import JsonValue
 
@@ -22,9 +22,12 @@ from batch_agent.messages import JsonObject
 from batch_agent.trust.gold import Gold
 from batch_agent.trust.order import PILOT_KEY, SEALED_KEY, KeyedOrder
 from batch_agent.trust.require import Requirement, check_requirements, with_required
-from batch_agent.trust.score import Basis, Score, Scorer
+from batch_agent.trust.score import DIGESTS, LONGEST_CLASS, Basis, Score, Scorer, gold_text
 
 LEFT_OUT = 2  # mark of a row with a result that is no part of the score; 1: it is one
+
+MOST_KINDS = 10_000  # rows with different gold or answers that are counted together with equal ones
+PLAIN = (bool, int, type(None))
 
 Judge = Callable[[JsonValue, JsonValue], object]
 
@@ -59,35 +62,53 @@ class GoldTable:
         self.by_name = by_name
         self._names, self._ends = bytearray(), array("q")  # the id of a row whose id is its position is not kept
         self._indexes, self._codes = array("i"), array("i")
-        self._values: list[dict[str, JsonValue]] = []
+        self._values: list[Mapping[str, JsonValue]] = []  # what is in it does not change
+        self._same: dict[int, int] = {}  # code of each of these objects
         self._texts: list[str] = []  # the same as JSON
         self._known: dict[str, int] = {}
         self._of_index = array("i")  # place of a row + 1, by index; 0: it has no gold
         self._of_name: dict[str, int] = {}
-        self._digest = blake2b(digest_size=16)
 
     def __len__(self) -> int:
         return len(self._codes)
 
     def add(self, name: str, index: int | None, values: Mapping[str, JsonValue]) -> None:
-        place, text = len(self._codes), json.dumps(values)
-        code = self._known.get(text)
+        place = len(self._codes)
+        code = self._same.get(id(values))
         if code is None:
-            code = self._known[text] = len(self._values)
-            self._values.append(dict(values))
-            self._texts.append(text)
+            code = self._code(values)
         if index is None or name != str(index):
             self._names += name.encode("utf-8", "surrogatepass")
         self._ends.append(len(self._names))
         self._codes.append(code)
         self._indexes.append(-1 if index is None else index)
-        self._digest.update(f"{index} {len(name)} {name}{text}".encode("utf-8", "surrogatepass"))
         if self.by_name:
             self._of_name[name] = place
         elif index is not None:
-            if index >= len(self._of_index):
-                self._of_index.extend(repeat(0, index + 1 - len(self._of_index)))
+            after = index - len(self._of_index)
+            if after == 0:  # the usual case
+                self._of_index.append(place + 1)
+                return
+            if after > 0:
+                self._of_index.extend(repeat(0, after + 1))
             self._of_index[index] = place + 1
+
+    def _code(self, values: Mapping[str, JsonValue]) -> int:
+        """Return the number of some gold."""
+        text = json.dumps(values)
+        code = self._known.get(text)
+        if code is None:
+            code = self._known[text] = self._same[id(values)] = len(self._values)
+            self._values.append(values)
+            self._texts.append(text)
+        return code
+
+    def code(self, place: int) -> int:
+        """Return the number of the gold of a row: rows with equal gold have the same."""
+        return self._codes[place]
+
+    def values(self, code: int) -> Mapping[str, JsonValue]:
+        return self._values[code]
 
     def place(self, index: int, name: str) -> int | None:
         """Return the place of a row in this table, or None."""
@@ -109,9 +130,30 @@ class GoldTable:
     def __iter__(self) -> Iterator[GoldRow]:
         return map(self.row, range(len(self)))
 
+    def add_digests(self, places: Iterable[int], digests: dict[str, int]) -> None:
+        """Add ``gold_digests`` of these rows to sums of them."""
+        ends: dict[int, list[tuple[str, str]]] = {}
+        sums, names, codes = dict.fromkeys(digests, 0), self._name, self._codes
+        for place in places:
+            name, code = names(place), codes[place]
+            begin, own = f"{len(name)}:{name}", ends.get(code)
+            if own is None:
+                own = [(each, gold_text(value)) for each, value in self._values[code].items()]
+                if len(ends) < MOST_KINDS:
+                    ends[code] = own
+            for each, end in own:
+                made = blake2b((begin + end).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+                sums[each] += int.from_bytes(made)
+        for each, number in sums.items():
+            digests[each] = (digests[each] + number) % DIGESTS
+
     def digest(self) -> str:
         """Return a digest of the gold so far."""
-        return self._digest.hexdigest()
+        made = blake2b(self._names, digest_size=16)
+        for part in (self._ends, self._indexes, self._codes):
+            made.update(part)
+        made.update(json.dumps(self._texts).encode())
+        return made.hexdigest()
 
     def lines(self) -> Iterator[bytes]:
         """Yield the rows as lines of JSON, for the record of a run."""
@@ -176,13 +218,20 @@ class Scoring:
         self._gold, self._table, self._options = gold.with_rules(options.tolerance, options.judges), table, options
         self._keeps_wrong, self._open_sealed, self._left_out = keeps_wrong, open_sealed, left_out
         self._sealing = KeyedOrder(SEALED_KEY) if options.sealed or open_sealed else None
-        self._seen = bytearray()
+        self._seen, self._checked = bytearray(), False
         self._scorer = self._new(self._gold)
         # Without a schema the types are those of the answers: rows are kept until these are known.
         self._held: list[tuple[int, _Told]] | None = None
         if any(each.kind == "unknown" for each in gold.fields.values()):
             self._held = []
         self.excluded = 0
+        # Rows with equal gold and equal answers are counted together, if nothing else of them matters.
+        plain = not keeps_wrong and self._sealing is None and self._held is None and self._columns == (None, None)
+        quick = plain and left_out is None
+        self._takes = [each.take for each in self._gold.fields.values()] if quick else None
+        self._equal: dict[tuple[object, ...], int] = {}
+        self._waiting = array("i")  # places of rows that are counted together, and are not in ``_digests`` yet
+        self._digests: dict[str, int] = dict.fromkeys(self._gold.fields, 0)
 
     def _new(self, gold: Gold) -> Scorer:
         options = self._options
@@ -193,22 +242,31 @@ class Scoring:
         index: int,
         name: str,
         output: JsonValue,
-        fields: Mapping[str, object],
+        read: Callable[[], Mapping[str, object]],
         *,
         ok: bool,
         doubt: float | None = None,
         error: str | None = None,
     ) -> None:
-        """Count a finished row. ``fields`` are those of its input."""
+        """Count a finished row. ``read`` returns the fields of its input."""
         place = self._table.place(index, name)
         if place is None:
             return
-        if not self._seen:
-            self._check_columns(fields)
-        self._seen.extend(bytes(max(0, len(self._table) - len(self._seen))))
+        if place >= len(self._seen):
+            self._seen.extend(bytes(len(self._table) - len(self._seen)))
         if self._seen[place]:
             return
         self._seen[place] = 1
+        if self._takes is not None:
+            key = _key(self._table.code(place), self._takes, output, ok=ok)
+            if key is not None and (key in self._equal or len(self._equal) < MOST_KINDS):
+                self._equal[key] = self._equal.get(key, 0) + 1
+                self._waiting.append(place)
+                return
+        fields = read()
+        if not self._checked:
+            self._check_columns(fields)
+            self._checked = True
         if self._left_out is not None and self._left_out(fields):
             self.excluded += 1
             self._seen[place] = LEFT_OUT
@@ -281,6 +339,8 @@ class Scoring:
             for place, told in self._held:
                 self._count(scorer, place, told)
             notes = [*notes, "the schema of the answers is not known: allowed values are not checked"]
+        if self._equal:
+            scorer = self._with_equal(scorer)
         sealed, missing, scorer = self._with_pending(scorer, pilot, complete=complete)
         if missing:
             notes = [*notes, f"{missing:,} rows with gold have no result in this table, and are not scored"]
@@ -290,6 +350,20 @@ class Scoring:
         )
         needed = check_requirements(self._options.require, scorer.gold.fields)
         return with_required(score, needed) if needed else score
+
+    def _with_equal(self, scorer: Scorer) -> Scorer:
+        """Return the scorer with the rows that are counted together."""
+        self._table.add_digests(self._waiting, self._digests)
+        del self._waiting[:]
+        scorer = deepcopy(scorer)
+        names = [*self._gold.fields]
+        for key, times in self._equal.items():
+            code, ok, *answers = key
+            gold = self._table.values(cast(int, code))
+            said = cast("dict[str, JsonValue]", dict(zip(names, answers[1::2], strict=True)) if ok else {})
+            scorer.count(gold, {name: said.get(name) for name in gold}, ok=bool(ok), times=times)
+        scorer.note(self._digests)
+        return scorer
 
     def _with_pending(self, scorer: Scorer, pilot: PilotSample | None, *, complete: bool) -> tuple[int, int, Scorer]:
         """Return the number of rows that are sealed, the number of those that are left out, and the scorer with the
@@ -324,6 +398,26 @@ class Scoring:
                 whole = pilot.rows >= pilot.of and not pilot.stopped
                 return ("chosen", population) if whole else ("random", pilot.of)
         return "chosen", population
+
+
+def _key(
+    code: int, takes: Sequence[Callable[[JsonValue], JsonValue]], output: JsonValue, *, ok: bool
+) -> tuple[object, ...] | None:
+    """Return what equal rows have in common: their gold and their answers with their types. None if answers are long,
+    or are not plain values."""
+    if not ok:
+        return code, False
+    key: list[object] = [code, True]
+    for take in takes:
+        answer = take(output)
+        kind = answer.__class__
+        if kind is str:
+            if len(cast(str, answer)) > LONGEST_CLASS:
+                return None
+        elif kind not in PLAIN:
+            return None
+        key += (kind, answer)  # True is 1 for a dict, and not for a user
+    return tuple(key)
 
 
 @dataclass(frozen=True, slots=True)
