@@ -50,6 +50,7 @@ class PilotStop:
             pilot.go_on()
             return
         self.outlook = results.summary.pilot
+        pilot.results.clear()  # they are delivered too, and may be many
         if not self._options.json:
             say("\n".join([f"pilot: {rows(len(pilot.indexes))}, a random sample", *examples(results)]))
             say("\n".join(() if self.outlook is None else self.outlook.lines()))

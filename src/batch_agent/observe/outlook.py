@@ -63,7 +63,7 @@ class Outlook:
     @classmethod
     def made_of(cls, work: Sequence[RowWork], *, rows: int, of: int, elapsed: float, most: float | None) -> Outlook:
         """``work`` is that of the rows of the pilot, with ``rows`` of the ``of`` rows of the table. ``elapsed``:
-        seconds of this session."""
+        seconds from its first row to its last."""
         paid = any(each.cost is not None for each in work)
         cost = total([each.cost or 0.0 for each in work], of) if paid else None
         fresh = math.fsum(each.fresh for each in work)
@@ -114,7 +114,7 @@ class Outlook:
         if self.done:
             bound = f"at most {self.failed.at_most:.1%} of all rows fail (95 % bound)"
             found.append(f"  failed   {self.done - self.ok:,} of {self.done:,}: {bound}")
-            one_in = f", 1 row in {round(1 / self.unseen):,}," if self.unseen < 1 else ""
+            one_in = f", 1 row in {round(1 / self.unseen):,}," if self.unseen < 0.5 else ","
             found.append(
                 f"  not seen: {rows(self.done)} cannot show what fewer than {self.unseen:.1%} of the rows have{one_in} "
                 "such as a rare kind of row or a rare wrong answer"
@@ -148,7 +148,7 @@ def _short(value: object) -> str:
 def _between(found: Total, words: Callable[[float], str]) -> str:
     low, high = found.interval
     if math.isinf(high):
-        return f" (at least {words(low)}; one row gives no upper end)"
+        return f" (at least {words(low)}; too few rows differ in it for an upper end)"
     return f" ({words(low)} to {words(high)})" if low != high else ""
 
 

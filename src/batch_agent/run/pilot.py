@@ -49,6 +49,7 @@ class Pilot:
         self.on_decided: Callable[[], None] = lambda: None
         self.on_read: Callable[[], None] = lambda: None
         self.closed = False  # the run has ended
+        self._began = self.seconds = 0.0  # when its first row could be read; seconds until all were done
         self.on_closed: Callable[[], None] = lambda: None
         self._places: dict[int, int] = {}
         self._sorted: list[int] = []
@@ -142,6 +143,10 @@ class Pilot:
 
     # Whether it is done
 
+    def begin_rows(self) -> None:
+        """Its rows were chosen, and are read next."""
+        self._began = asyncio.get_running_loop().time()
+
     def reach(self) -> None:
         """All its rows were read, and the others wait."""
         if not self.read:
@@ -157,7 +162,7 @@ class Pilot:
 
     def end(self) -> None:
         """All its rows are done."""
-        self.complete = True
+        self.complete, self.seconds = True, asyncio.get_running_loop().time() - self._began
         self._ended.set()
 
     def close(self) -> None:
@@ -222,8 +227,7 @@ async def results_of_pilot(run: Run[T]) -> Results[T]:
 async def outlook_of_run(run: Run[Any], results: Sequence[AgentResult[Any]]) -> Outlook | None:
     """Return what the results of the pilot of a run say of all rows. It is no pipeline."""
     assert run.pilot_rows is not None
-    work, elapsed = [work_of(result) for result in results], run.statistics().elapsed
-    return await outlook_of(run.pilot_rows, work, run.parts, elapsed, least_prompt(results))
+    return await outlook_of(run.pilot_rows, [*map(work_of, results)], run.parts, least_prompt(results))
 
 
 def least_prompt(results: Iterable[AgentResult[Any]]) -> int | None:
@@ -233,11 +237,11 @@ def least_prompt(results: Iterable[AgentResult[Any]]) -> int | None:
 
 
 async def outlook_of(
-    pilot: Pilot, work: Sequence[RowWork], parts: Mapping[str, Prepared], elapsed: float, least: int | None = None
+    pilot: Pilot, work: Sequence[RowWork], parts: Mapping[str, Prepared], least: int | None = None
 ) -> Outlook | None:
     """Return what the pilot says of all rows; None if it is not complete. ``work`` is that of its rows, in all stages;
-    ``parts`` are these. ``elapsed``: seconds of this session. ``least``: tokens of the shortest prompt."""
+    ``parts`` are these. ``least``: tokens of the shortest prompt."""
     if not pilot.complete or not work:
         return None
     most = await in_thread(partial(most_cost, next(iter(parts.values())), least)) if len(parts) == 1 else None
-    return Outlook.made_of(work, rows=len(pilot.indexes), of=pilot.of, elapsed=elapsed, most=most)
+    return Outlook.made_of(work, rows=len(pilot.indexes), of=pilot.of, elapsed=pilot.seconds, most=most)

@@ -122,6 +122,7 @@ class Rows:
     async def choose(self, pilot: Pilot) -> None:
         """Find the rows of the pilot, which are read next."""
         chosen = await in_thread(partial(pilot.choose, self._countable, self._id_column))
+        pilot.begin_rows()
         self._plain, self._waits = iter(chosen), True
 
     @property

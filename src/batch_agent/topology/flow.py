@@ -255,7 +255,7 @@ class Flow:
                     root = node.order(result.index)[0]
                     if root in work:
                         work[root] = together(work[root], work_of(result))
-        return await outlook_of(pilot, [*work.values()], self.parts, self.statistics().elapsed)
+        return await outlook_of(pilot, [*work.values()], self.parts)
 
     def drain(self) -> None:
         """Start nothing new; running agents finish, and their results start no further stage."""
