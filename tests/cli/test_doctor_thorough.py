@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 from tests.cli.thorough_requests import FOLDER, KEY, MODELS, examined, recorded, well
@@ -16,7 +16,7 @@ from batch_agent.conformance.finding import STATUSES, Finding
 from batch_agent.conformance.serving import judge_at_once
 from batch_agent.door import Handler
 from batch_agent.messages import Usage
-from batch_agent.testing import Fail, Hang, Say, ScriptedServer
+from batch_agent.testing import Fail, Hang, Say, ScriptedServer, TokenChance
 from batch_agent.testing.contract.wire import WireServer, stream
 from batch_agent.testing.wire import Request
 
@@ -59,6 +59,28 @@ async def test_what_a_bad_server_lacks_is_said_with_the_flag() -> None:
     assert found["schema"].status == "emulated"
     assert "--tool-call-parser" in found["tool_named"].flag
     assert "--enable-prompt-tokens-details" in found["cache_report"].flag
+
+
+@pytest.mark.parametrize(
+    ("tokens", "status", "words"),
+    [
+        (
+            (TokenChance(b"re", -0.1, ((b"re", -0.1), (b"bl", -3.0))), TokenChance(b"d", 0.0)),
+            "works",
+            "with alternatives",
+        ),
+        ((TokenChance(b"red", -0.1),), "works", "without alternatives"),
+        ((TokenChance(b"blue", -0.1),), "missing", "are not its answer"),
+        ((), "missing", "it reports none"),
+    ],
+)
+async def test_log_probabilities_are_worth_something_if_their_tokens_are_the_answer(
+    tokens: Sequence[TokenChance], status: str, words: str
+) -> None:
+    async with ScriptedServer(lambda request: Say("red", tokens=tokens)) as server:
+        found = (await findings(server, "logprobs"))["logprobs"]
+    assert found.status == status
+    assert words in found.note
 
 
 async def test_a_stream_without_a_finish_reason_is_a_fault() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -429,3 +430,24 @@ async def test_a_server_that_refuses_seeds_is_asked_without_them_with_one_warnin
         assert server.received == 5
     assert [len(result.samples) for result in results] == [2, 2]
     assert sum("takes no seed" in record.message for record in caplog.records) == 1
+
+
+async def test_a_resumed_run_takes_the_samples_of_a_pending_job_of_a_batch_api(tmp_path: Path) -> None:
+    numbers = count()
+
+    def script(request: Request) -> Say:
+        return Say(json.dumps({"mood": ["good", "bad"][next(numbers) % 2]}))
+
+    async with BatchServer(script, polls=3) as server:
+        place = f"anthropic-batch://{server.address}?gather=0.05&look=0.1"  # its samples are equal requests
+        known: dict[str, Any] = {"backend": place, "model": "claude-3-haiku", "api_key": "k", "max_tokens": 9}
+        options = known | {"task": "{input}", "inputs": ["a", "b", "b"], "output_schema": MOODS, "samples": 3}
+        options |= {"run_dir": tmp_path, "resume": True}
+        running = asyncio.ensure_future(BatchAgent.run(**options))
+        while not server.jobs or not server.jobs[0].polls:
+            await asyncio.sleep(0.02)
+        running.cancel()
+        await asyncio.wait([running])
+        results = await BatchAgent.run(**options)
+        assert [len(job.requests) for job in server.jobs] == [9]
+    assert [len(result.samples) for result in results] == [3, 3, 3]

@@ -10,6 +10,8 @@ from batch_agent.conformance.finding import Finding, emulated, missing, not_aske
 from batch_agent.conformance.subject import SENTENCE, RawAnswer, Subject, flag
 from batch_agent.errors import BackendError, ContextOverflow, Rejected, SpecError
 from batch_agent.messages import Image, JsonObject, Message
+from batch_agent.trust.doubt import doubts_of
+from batch_agent.trust.gold import OUTPUT, GoldField
 
 UNKNOWN_MODEL = "batch-agent-no-such-model"
 OVERFLOW_TOKENS = 200_000  # the longest prompt that is sent to find the end of a context
@@ -140,6 +142,23 @@ async def seed(s: Subject) -> Finding:
         return missing(str(error))
     first, second = [(await s.hear("Invent a name.", seed=7, temperature=1.0, max_tokens=24)).text for _ in range(2)]
     return works() if first == second else missing("one seed gave two different answers", flag(s, "seed"))
+
+
+async def logprobs(s: Subject) -> Finding:
+    instead = "samples=3 in the run: votes tell the doubt"
+    if not s.backend.capabilities.logprobs:
+        return missing("its wire has none", instead)
+    heard = await s.hear("Name a colour.", logprobs=True, max_tokens=48)
+    if heard.finish_reason == "length":
+        return unclear("the model's answer was cut")
+    if heard.tokens is None:
+        return missing("it reports none, although they were requested", instead)
+    doubts = doubts_of(heard.text, heard.tokens, [GoldField(OUTPUT, "text")], [], reasoned=bool(heard.reasoning))
+    if doubts.get(OUTPUT, 0.0) is None:
+        return missing("its tokens, joined, are not its answer, so that no doubt can be told", instead)
+    if not any(len(token.others) > 1 for token in heard.tokens):
+        return works("without alternatives: doubts are those of the tokens alone")
+    return works("with alternatives: doubts are those among the allowed values of a field")
 
 
 async def overflow(s: Subject) -> Finding:

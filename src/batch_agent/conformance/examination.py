@@ -51,6 +51,7 @@ CHECKS: Sequence[Check] = (
     Check("stop", WHOLE, "stops at stop sequences", answers.stop_sequence, 80, 96),
     Check("repeatable", WHOLE, "repeats itself at temperature 0", answers.repeatable, 80, 96),
     Check("seed", WHOLE, "repeats itself with a seed", answers.seed, 80, 48),
+    Check("logprobs", WHOLE, "reports the log-probabilities of its tokens", answers.logprobs, 40, 48),
     Check("overflow", WHOLE, "refuses a prompt that is too long, as such", answers.overflow, 0, 1),
     Check("max_tokens", WHOLE, "refuses a max_tokens beyond its context", answers.too_many_tokens, 40, 64),
     Check("reasoning", WHOLE, "keeps reasoning out of the text", answers.reasoning, 40, 64),
