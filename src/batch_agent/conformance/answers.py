@@ -155,7 +155,7 @@ async def logprobs(s: Subject) -> Finding:
         return missing("it reports none, although they were requested", instead)
     doubts = doubts_of(heard.text, heard.tokens, [GoldField(OUTPUT, "text")], [], reasoned=bool(heard.reasoning))
     if doubts.get(OUTPUT, 0.0) is None:
-        return missing("its tokens, joined, are not its answer, so that no doubt can be told", instead)
+        return missing("its tokens, joined, are not its answer, so that no doubt is known", instead)
     if not any(len(token.others) > 1 for token in heard.tokens):
         return works("without alternatives: doubts are those of the tokens alone")
     return works("with alternatives: doubts are those among the allowed values of a field")
