@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 from batch_agent.errors import BadArguments, SpecError
 from batch_agent.tools import Tool
-from batch_agent.tools.schema import Arguments
+from batch_agent.tools.schema import Arguments, signature_of
 
 
 class Colour(enum.Enum):
@@ -320,3 +320,18 @@ def test_whatever_a_model_sends_is_arguments_or_a_readable_error(text: str) -> N
         assert "Expected:" in str(error)
     else:
         assert signature.identity(arguments)
+
+
+@pytest.mark.parametrize(("depth", "is_read"), [(150, True), (300, True), (398, True), (1000, False), (100_000, False)])
+def test_deeply_nested_arguments_are_read_or_refused_in_words(depth: int, is_read: bool) -> None:
+    signature = signature_of(lambda_of_lists, "take", {})
+    text = '{"n": ' + "[" * depth + "]" * depth + "}"
+    if is_read:
+        assert signature.identity(signature.parse(text))
+    else:
+        with pytest.raises(BadArguments, match="nested more than 400 levels"):
+            signature.parse(text)
+
+
+def lambda_of_lists(n: list[object]) -> None:
+    """Take a list."""

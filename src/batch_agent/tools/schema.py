@@ -18,6 +18,7 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import orjson
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError, PydanticUserError
 from pydantic.fields import FieldInfo
@@ -34,6 +35,7 @@ from batch_agent.value_type import value_type
 
 Function = Callable[..., object]
 _SHOWN_CHARACTERS = 80
+_DEEPEST = 400  # levels of arguments that can be read, compared and recorded
 _MISSING = inspect.Parameter.empty
 _NO_JSON_FORM = (PydanticInvalidForJsonSchema, PydanticSchemaGenerationError)
 _write_identity = json.JSONEncoder(sort_keys=True, default=repr).encode
@@ -124,11 +126,30 @@ class Signature:
         try:
             value = from_json(text, allow_inf_nan=False)
         except ValueError as error:
-            raise BadArguments(self._explain(f"the arguments are not JSON ({error})")) from None
+            if "recursion limit" not in str(error):
+                raise BadArguments(self._explain(f"the arguments are not JSON ({error})")) from None
+            value = self._read_deep(text)
         if value is None:
             return {}
         if not isinstance(value, dict):
             raise BadArguments(self._explain(f"the arguments must be a JSON object, not {_shown(value)}"))
+        return value
+
+    def _read_deep(self, text: str) -> object:
+        """Read arguments that are nested deeper than the usual parser goes. Integers beyond 64 bits are rounded."""
+        try:
+            value: object = orjson.loads(text)
+        except ValueError:
+            value = None
+        depth, level = 0, [value]
+        while level and depth <= _DEEPEST:
+            depth += 1
+            parts = (
+                each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)
+            )
+            level = [part for each in parts for part in each]
+        if value is None or depth > _DEEPEST:
+            raise BadArguments(self._explain(f"the arguments are not JSON, or nested more than {_DEEPEST} levels deep"))
         return value
 
     def _unknown(self, name: str) -> str:

@@ -357,7 +357,7 @@ def _worked(past: Past, page: Page) -> Iterator[str]:
 def _call(call: ToolCall) -> str:
     try:
         arguments = json.loads(call.arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
         return f"{call.name} {call.arguments}"
