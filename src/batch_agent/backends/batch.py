@@ -49,7 +49,9 @@ PATIENCE_SECONDS = 900.0  # of an unreachable provider, before the waiting rows 
 MOST_KNOCKS = 4  # at a provider that was never reached: its address may be wrong, so fail soon
 GOODBYE_SECONDS = 5.0  # to cancel jobs that no run will resume
 CHECK = b',"check":'
-UNLISTED_LOOKS = 10  # polls that a provider may need until a new job is listed
+# Polls between the searches for a job whose submission was not answered: the provider may still be making it when the
+# process that sent it is gone, and a new job may not be listed yet.
+UNLISTED_LOOKS = (10, 50)
 CLOCKS_DIFFER = 86_400.0  # seconds by which a provider's clock may be behind ours
 PRICE = 0.5  # of the normal price, at every provider
 
@@ -394,7 +396,7 @@ class JobBackend(Backend):
     async def _find(self, wave: Wave) -> str | None:
         """Return the job of a wave that was sent without an answer; None if it is certain that there is none."""
         others = {other.job for other in self._waves}
-        for pause in (self._look * UNLISTED_LOOKS, 0.0):
+        for looks in (*UNLISTED_LOOKS, 0):
             for job in await self._service.candidates(wave):
                 if self._service.names_jobs:
                     return job
@@ -403,7 +405,7 @@ class JobBackend(Backend):
                     if state.failed is None and (await self._service.answers(state)).keys() == set(wave.requests):
                         return job
                     others.add(job)
-            await asyncio.sleep(pause)  # a new job may not be listed yet
+            await asyncio.sleep(self._look * looks)
         return None
 
     async def _until_done(self, job: str) -> State:
