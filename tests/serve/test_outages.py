@@ -95,6 +95,28 @@ async def test_while_a_server_refuses_all_people_are_told_and_lines_wait(
         assert waits["status"] == "in_progress" and not waits["request_counts"]["failed"]
 
 
+async def test_lines_wait_until_the_deadline_and_no_longer(tmp_path: Path) -> None:
+    switch = Switch(Fail(401))
+    async with backend(switch) as model, serving(tmp_path, model) as client:
+        file = await client.upload([chat("a"), chat("b")])
+        body = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "2s"}
+        ended = await client.wait((await client.post("/v1/batches", body))["id"])
+        assert ended["status"] == "expired"
+        _, errors = await client.outcomes(ended)
+        assert [line["error"]["code"] for line in errors] == ["batch_expired", "batch_expired"]
+
+
+async def test_a_rate_limit_at_work_is_no_outage(tmp_path: Path) -> None:
+    held = Fail(429, headers={"Retry-After": "5"})
+    async with backend(Switch(held)) as model, serving(tmp_path, model) as client:
+        await client.create([chat("a"), chat("b")])
+        server = client.server.dispatcher.scheduler.endpoints[0].server
+        while not server.held_until:
+            await asyncio.sleep(0.01)
+        assert (await client.send("GET", "/health"))[0] == 200
+        assert (await client.get("/serve/status"))["endpoints"][0]["up"]
+
+
 @pytest.mark.parametrize("refusal", [Fail(401), Fail(404), Fail(500)])
 async def test_the_first_good_answer_ends_an_outage(tmp_path: Path, refusal: ScriptedReply) -> None:
     switch = Switch(refusal)

@@ -20,6 +20,7 @@ from batch_agent.door import RequestRefused
 from batch_agent.messages import Conversation, JsonObject
 from batch_agent.observe.exposition import Counter, Gauge
 from batch_agent.scheduler.blame import DENIED
+from batch_agent.scheduler.numbers import N
 from batch_agent.scheduler.server import Endpoint
 from batch_agent.scheduler.server_events import Reason
 from batch_agent.serve.models import ServedModels
@@ -94,6 +95,9 @@ class ModelServers:
         """Return why an endpoint cannot answer now; None if it can, as far as is known."""
         now, server, health = self._clock(), endpoint.server, endpoint.health
         held = server.held_until if server.held_until > now else 0.0
+        hold = server.reasons.get("hold")
+        if held and hold is not None and held - min(hold.since, server.refused_since or hold.since) <= N.short_hold:
+            held = 0.0  # a rate limit at work, and no outage
         if endpoint.is_working and not held:
             return None
         about = server.reasons.get("health" if health.is_down else "hold")

@@ -30,9 +30,10 @@ from batch_agent.cli.spec.numbers import add_address, amount, byte_count, number
 from batch_agent.errors import SpecError, about
 from batch_agent.messages import JsonObject
 from batch_agent.record.address import StoreAddress
+from batch_agent.record.lock import is_locked
 from batch_agent.serve import DEFAULT_PORT, ServeOptions
 from batch_agent.serve.catalog import Catalog, ConfiguredTenant, ServedBatch, Tenant, check_tenant_name
-from batch_agent.serve.directory import ADDRESS_FILE, ERRORS, KEY_FILE, OUTPUT, PART
+from batch_agent.serve.directory import ADDRESS_FILE, ERRORS, KEY_FILE, LOCK_FILE, OUTPUT, PART
 from batch_agent.serve.logs import FORMATS
 from batch_agent.serve.objects import batch_object, shown_beside
 
@@ -427,8 +428,11 @@ def _message(body: bytes) -> str:
 
 
 def _running(options: argparse.Namespace) -> JsonObject | None:
-    """Return the state that the running server of the data tells; None if there is none on this machine."""
+    """Return the state that the running server of the data tells; None if there is none on this machine, or several
+    share the data."""
     data = Path(options.data)
+    if not is_locked(data / LOCK_FILE):  # else another program may listen there now, and would get the key
+        return None
     try:
         url, key = (data / ADDRESS_FILE).read_text(), (data / KEY_FILE).read_text()
         request = urllib.request.Request(f"{url}/serve/status", headers={"Authorization": f"Bearer {key.strip()}"})
