@@ -18,6 +18,7 @@ from batch_agent.run.pilot import Pilot
 from batch_agent.testing import Fail, Request, Say, ScriptedBackend, ScriptedServer
 from batch_agent.trust.intervals import share
 from batch_agent.trust.order import KeyedOrder
+from batch_agent.trust.totals import total
 
 FEW = 8
 ROWS = [{"id": f"r{number}", "text": f"text {number}"} for number in range(60)]
@@ -249,3 +250,18 @@ async def test_the_cost_of_a_row_of_a_pipeline_is_that_of_all_its_stages() -> No
         found = (await flow.pilot()).summary.pilot
     assert found is not None and found.cost is not None
     assert found.cost.value == pytest.approx(len(ROWS) * 3 * (100 * 10 + 20 * 100) / 1e6)
+
+
+def test_a_pilot_of_a_sorted_table_says_what_all_rows_cost() -> None:
+    """The first rows, or those that finish first, would say it wrongly each time."""
+    count, few, keys = 2_000, 50, 40
+    rows = [{"id": f"row {number}"} for number in range(count)]
+    costs = [1 + number / 100 for number in range(count)]  # the table is sorted by cost
+    covered = 0
+    for key in range(keys):
+        chosen = Pilot(few, f"key {key}").choose(rows, None)
+        low, high = total([costs[row.index] for row in chosen], count).interval
+        covered += low <= sum(costs) <= high
+    assert covered >= 0.9 * keys
+    low, high = total(costs[:few], count).interval
+    assert not low <= sum(costs) <= high
