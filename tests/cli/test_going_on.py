@@ -296,6 +296,26 @@ async def test_rows_with_other_ids_and_the_same_words_keep_their_answers(bench: 
     assert await bench.agrees() == bench.total
 
 
+@pytest.mark.parametrize("bench", SHAPES[1:2], indirect=True)
+async def test_a_record_of_results_alone_is_compared_like_any_other(bench: Bench) -> None:
+    bench.spec(keep="results")
+    assert (await bench.begin()).code == 0
+    sent = bench.server.received
+    rows_of(bench, **{f"x{name}": word for name, word in WORDS.items()})
+    renamed = await bench("resume", bench.run)
+    assert (renamed.code, bench.server.received) == (0, sent), renamed.stderr
+    assert [json.loads(line)["job_id"] for line in renamed.stdout.splitlines()] == ["xr0", "xr1", "xr2", "xr3"]
+    assert await bench.agrees() == 4
+    rows_of(bench, **{f"x{name}": f"{word}{'.' * (name == 'r1')}" for name, word in WORDS.items()})
+    refused = await bench("resume", bench.run)
+    assert (refused.code, bench.server.received) == (1, sent), refused.stderr
+    assert "kept 3, to send 1 (1 changed)" in refused.stderr
+    assert (await bench("resume", bench.run, "--keep-answers")).code == 0
+    assert bench.server.received == sent
+    assert (await bench("resume", bench.run, "--resend")).code == 0
+    assert bench.server.received == sent + 1
+
+
 @pytest.mark.parametrize("bench", [*SHAPES[:2], "processes"], indirect=True)
 async def test_a_model_that_is_changed_and_changed_back_is_paid_once(bench: Bench) -> None:
     assert (await bench.begin()).code == 0

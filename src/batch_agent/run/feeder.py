@@ -348,7 +348,7 @@ class Feeder:
                 self._emit(JobStarted(self._clock(), self._run, row.index, job_id))
                 value = self._original(row.index)
                 result, _ = decode_result(answer, row.index, self._schema, resumed=True, value=value)  # type: ignore[arg-type]
-                self._finish(result)
+                self._finish(replace(result, job_id=job_id))  # it may have another id now
 
     def _encoded(self, index: int, value: object, name: str | None) -> tuple[NewRow, str]:
         """Return the row as it is fed, and its id. Raises JobError if it cannot be a job."""

@@ -44,8 +44,9 @@ CREATE TABLE line (id INTEGER PRIMARY KEY, idx INTEGER, row BLOB, ok INTEGER, na
 CREATE TABLE pair (one INTEGER PRIMARY KEY, other INTEGER);
 CREATE INDEX pair_other ON pair (other);
 CREATE TABLE side (sought, nth INTEGER, one INTEGER, PRIMARY KEY (sought, nth)) WITHOUT ROWID;
-CREATE VIEW left_lines AS SELECT line.*, was.key AS key FROM line LEFT JOIN was ON was.id = line.was
-    WHERE line.now IS NULL;
+CREATE VIEW left_lines AS SELECT line.id, line.idx, line.row, line.was,
+    CASE WHEN length(was.key) > {KEY_BYTES} THEN substr(was.key, {KEY_BYTES + 1}) ELSE line.name END AS name
+    FROM line LEFT JOIN was ON was.id = line.was WHERE line.now IS NULL;
 CREATE VIEW own AS SELECT idx, substr(key, {KEY_BYTES + 1}) AS name FROM now
     WHERE was IS NULL AND how IS NULL AND length(key) > {KEY_BYTES};
 """

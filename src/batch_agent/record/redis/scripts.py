@@ -98,7 +98,12 @@ for i = 3, #ARGV, 4 do
       redis.call('RPUSH', prefix .. row, step)
     end
     if redis.call('EXISTS', prefix .. row) == 0 and state ~= 'q' then  -- only its result was kept
-      redis.call('HSET', rows, row, redis.call('HGET', rows, old))
+      local entry = redis.call('XRANGE', results, place, place)[1]
+      if entry then
+        local result = field(entry, 'result')
+        local at = redis.call('XADD', results, '*', 'row', row, 'index', index, 'sitting', fed, 'result', result)
+        keep(row, fed, index, state, at, error)
+      end
     end
     if forced == '1' then redis.call('HSET', contents, '=' .. row, 1) end
   end
