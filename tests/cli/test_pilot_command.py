@@ -10,6 +10,7 @@ import shlex
 import signal
 import sys
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tests.warm import start
 
 from batch_agent.backends.registry import BACKEND_VARIABLE
 from batch_agent.cli.exit_status import ALL_OK, PILOT, ROWS_FAILED, RUN_FAILED
+from batch_agent.errors import SpecError, StoreError
 from batch_agent.record.reader import look
 from batch_agent.testing import Hang, Request, Say, ScriptedServer
 from batch_agent.trust.order import KeyedOrder
@@ -206,8 +208,8 @@ async def test_the_score_at_the_stop_is_one_of_the_pilot_and_a_random_sample_of_
     assert (later["basis"], later["population"], later["pending"]) == ("random", ROWS, 0)
 
 
-@pytest.mark.parametrize("bench", ["alone"], indirect=True)
-async def test_no_answer_of_the_pilot_is_paid_twice_after_kill_9(bench: Bench) -> None:
+@pytest.mark.parametrize("stages", [False, True], ids=["one stage", "pipeline"])
+async def test_no_answer_of_the_pilot_is_paid_twice_after_kill_9(bench: Bench, *, stages: bool) -> None:
     answered: list[str] = []
     hangs = True
 
@@ -217,20 +219,29 @@ async def test_no_answer_of_the_pilot_is_paid_twice_after_kill_9(bench: Bench) -
         answered.append(request.text)
         return Say(request.text)
 
+    def recorded() -> int:
+        with suppress(SpecError, StoreError):
+            view = look(bench.run)
+            parts = view.stages.values() if stages else [view]
+            return sum(part.latest.ok for part in parts)
+        return 0
+
     async with ScriptedServer(script, models=["m"]) as server:
-        more = ("--backend", server.backend_url, "--max-inflight", "1")
-        command = ("-m", "batch_agent", *TASK, "--run-dir", "run", "--pilot", str(FEW), *more)
-        process = await start(*command, cwd=bench.directory)
-        while server.received < 6 or look(bench.directory / "run").latest.ok < 5:  # the sixth hangs
+        more = ("--backend", server.backend_url, "--max-inflight", "1", "--pilot", str(FEW), "--lease", "1")
+        what = ("run", "stages.yaml", "--output", "out.jsonl") if stages else TASK
+        more = more if "redis" in bench.run else more[:-2]
+        process = await start("-m", "batch_agent", *what, "--run-dir", bench.run, *more, cwd=bench.directory)
+        while server.received < 6 or recorded() < 5:  # the sixth hangs
             await asyncio.sleep(0.02)
         process.kill()
         await process.wait()
         hangs = False
-        stopped = await bench("resume", "run")
+        stopped = await bench("resume", bench.run)
         assert stopped.code == PILOT, stopped.stderr
-        assert (len(answered), len(set(answered))) == (FEW, FEW)
+        each = 2 if stages else 1
+        assert (len(answered), len(set(answered))) == (each * FEW, each * FEW)
         assert (await bench(*continuing(stopped))).code == ALL_OK
-    assert sorted(answered) == sorted(f"Say word {number}" for number in range(ROWS))
+    assert len(answered) == len(set(answered)) == each * ROWS
 
 
 @pytest.mark.parametrize("bench", ["alone"], indirect=True)
