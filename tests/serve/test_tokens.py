@@ -149,8 +149,8 @@ async def test_lines_do_not_pass_the_limit_and_one_that_never_fits_fails_alone(t
         while (await client.get("/serve/status"))["waiting_because"] != "the tokens of this day are used up":
             await asyncio.sleep(0.01)
         assert await settled(client, "one") == 1000 and model.received == 5
-        shown = await client.get(f"/serve/batches/{batch['id']}")
-        assert shown["summary"] == "5 of 21 done, 1 failed"
+        while (await client.get(f"/serve/batches/{batch['id']}"))["summary"] != "5 of 21 done, 1 failed":
+            await asyncio.sleep(0.01)
         (row,) = (await client.get(f"/serve/batches/{batch['id']}/rows?state=failed"))["data"]
         assert row["custom_id"] == "huge" and "more than the 1000 of a whole day" in row["error"]
 

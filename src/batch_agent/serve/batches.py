@@ -496,9 +496,12 @@ class ServedBatches:
                     trace = None if is_damage or isinstance(error, RunEnded) else error
                     self.failures += trace is not None
                     logger.error("batch %s: %s; it is continued in %g s", id, told, pause, exc_info=trace)
+                    await asyncio.sleep(pause)
                 else:
-                    logger.warning("batch %s: %s; it is continued in %g s", id, told, pause)
-                await asyncio.sleep(pause)
+                    logger.warning("batch %s: %s; it waits, and is continued every %g s", id, told, pause)
+                    while told:
+                        await asyncio.sleep(pause)
+                        told = await in_thread(self._held_up)
 
     async def _is_own(self, error: Exception) -> bool:
         """Return whether a failure is that of the batch itself, and not of what all batches need: catalog, disk, data

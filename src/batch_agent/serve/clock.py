@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 
+from batch_agent.messages import JsonObject
 from batch_agent.serve.directory import read_json_file, write_json
 
 logger = logging.getLogger("batch_agent")
@@ -42,7 +43,7 @@ class ServedClock:
         self._boot = _boot_id()
         self._at, self._now = elapsed(), wall()
         self.ahead = 0.0  # seconds by which the wall clock is ahead of this one
-        self._noticed = 0.0
+        self._seen = self._now, self._at  # the wall clock and real time at the last look
         self._continue()
 
     def now(self) -> float:
@@ -57,8 +58,8 @@ class ServedClock:
 
     def look(self) -> None:
         """Log a jump of the wall clock since the last look."""
-        self.now()
-        jump, self._noticed = self.ahead - self._noticed, self.ahead
+        (wall, at), self._seen = self._seen, (self._wall(), self._elapsed())
+        jump = (self._seen[0] - wall) - (self._seen[1] - at)
         if abs(jump) >= JUMP_SECONDS:
             told = "the wall clock has jumped by %+.0f s: nothing expires for this reason, the server follows it slowly"
             logger.warning(told, jump)
@@ -68,15 +69,16 @@ class ServedClock:
         if self._path is not None and self._boot:
             now = self.now()
             with suppress(OSError):
-                write_json(self._path, {"boot": self._boot, "elapsed": self._at, "now": now})
+                kept: JsonObject = {"boot": self._boot, "elapsed": self._at, "now": now, "wall": now + self.ahead}
+                write_json(self._path, kept)
 
     def _continue(self) -> None:
         """Continue from the time that an earlier start has kept, if the system has not been booted since."""
         with suppress(OSError, TypeError, ValueError):
             kept = {} if self._path is None or not self._boot else read_json_file(self._path) or {}
-            elapsed, now = float(str(kept.get("elapsed"))), float(str(kept.get("now")))
+            elapsed, now, wall = [float(str(kept.get(name))) for name in ("elapsed", "now", "wall")]
             if kept.get("boot") == self._boot and elapsed <= self._at:
-                self._now, self._at = now, elapsed
+                self._now, self._at, self._seen = now, elapsed, (wall, elapsed)
         self.look()
 
 

@@ -127,8 +127,17 @@ class TokenLedger:
         budget = self._budget(tenant)
         if budget.limit is None or (budget.free >= least and not budget.waiters):
             return True
+        if self._writing.locked():
+            return False  # nothing is free while it is written, and ``changed`` is called after it
         if budget.refused is None or least < budget.refused:
+<<<<<<< Updated upstream
             budget.ahead = max(budget.ahead, least, self._ahead(budget, most))
+=======
+            left = max(0, budget.limit - self.today(tenant) - budget.reserved)
+            # More than was refused is not asked for again: the holds of other processes are unknown here.
+            more = min(AHEAD * most, int(left * AHEAD_PART)) if budget.refused is None else 0
+            budget.ahead = max(budget.ahead, least, more)
+>>>>>>> Stashed changes
             self._wake(urgent=True)
         return False
 
@@ -173,6 +182,7 @@ class TokenLedger:
                     await self._urgent.wait()
             try:
                 await self.write()
+                await asyncio.sleep(0)  # lines that may start now take their tokens before the next write
             except StoreError as error:
                 logger.warning("tokens cannot be counted now: %s", error)
                 await asyncio.sleep(AGAIN_SECONDS)

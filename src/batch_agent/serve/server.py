@@ -104,7 +104,7 @@ class BatchService:
         """Return the clock of this server."""
         wall, elapsed = self.options.now, self.options.elapsed
         is_real = wall is time.time and elapsed is None
-        keeps = self.options.data if is_real and not self.options.shared else None
+        keeps = self.options.data if (is_real or elapsed) and not self.options.shared else None
         self.clock = ServedClock(wall, elapsed or (since_boot if is_real else wall), keeps)
         return self.clock
 
@@ -322,7 +322,7 @@ class BatchService:
         return "" if self.room else "the disk is almost full: no new line starts"
 
     async def _look_after(self) -> None:
-        swept = -SWEEP_SECONDS
+        swept, clock = -inf, asyncio.get_running_loop().time
         while True:
             await asyncio.sleep(BOOKS_SECONDS)
             self.clock.look()
@@ -331,8 +331,8 @@ class BatchService:
                 if self.away:
                     continue
                 await self._keep_books()
-                if time.monotonic() - swept >= min(SWEEP_SECONDS, self.options.keep / 10):
-                    swept = time.monotonic()
+                if clock() - swept >= min(SWEEP_SECONDS, self.options.keep / 10):
+                    swept = clock()
                     await self._sweep()
             except (StoreError, OSError) as error:
                 logger.warning("%s", error)
