@@ -130,14 +130,9 @@ class TokenLedger:
         if self._writing.locked():
             return False  # nothing is free while it is written, and ``changed`` is called after it
         if budget.refused is None or least < budget.refused:
-<<<<<<< Updated upstream
-            budget.ahead = max(budget.ahead, least, self._ahead(budget, most))
-=======
-            left = max(0, budget.limit - self.today(tenant) - budget.reserved)
             # More than was refused is not asked for again: the holds of other processes are unknown here.
-            more = min(AHEAD * most, int(left * AHEAD_PART)) if budget.refused is None else 0
+            more = self._ahead(budget, most) if budget.refused is None else 0
             budget.ahead = max(budget.ahead, least, more)
->>>>>>> Stashed changes
             self._wake(urgent=True)
         return False
 
