@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.cli.commandline import batch_agent, rows, serving, started
 
-from batch_agent.testing import Fail, Request, Say
+from batch_agent.testing import Fail, Request, Say, ScriptedServer
 from batch_agent.trust.intervals import at_least, clopper_pearson
 
 SPEC = """
@@ -220,3 +220,45 @@ async def test_a_run_that_runs_is_scored_and_counts_its_pending_rows(tmp_path: P
             go.set()
             await process.communicate()
     assert process.returncode == 0
+
+
+async def test_a_pipeline_of_a_spec_file_is_scored(tmp_path: Path) -> None:
+    labelled(tmp_path)
+    spec = """
+stages:
+  - map: {name: short, task: "Shorten {input}"}
+  - map: {name: mood, task: "Mood of {input}", output_schema: {mood: "angry|calm"}}
+gold: label
+require: ["mood.accuracy >= 0.99"]
+"""
+    async with ScriptedServer(calm, models=["m"]) as server:
+        text = f"model: m\nbackend: {server.backend_url}\ninputs: rows.jsonl\n{spec}"
+        (tmp_path / "spec.yaml").write_text(text)
+        planned = await batch_agent(tmp_path, "plan", "spec.yaml")
+        assert planned.code == 0, planned.stderr
+        outcome = await batch_agent(tmp_path, "run", "spec.yaml", "--run-dir", "run", "--output", "out.jsonl")
+    assert outcome.code == 6, outcome.stderr
+    assert "0.75 measured (15 of 20)" in outcome.stderr
+    score = json.loads((await batch_agent(tmp_path, "score", "run", "--json")).stdout)
+    assert score["fields"]["mood"]["right"] == 15
+    assert score["looks"] == 0
+    status = json.loads((await batch_agent(tmp_path, "status", "run", "--json")).stdout)
+    assert status["score"]["fields"]["mood"]["right"] == 15
+    exported = await batch_agent(tmp_path, "export", "run", "--format", "csv")
+    assert exported.stdout.splitlines()[0].endswith(",gold,right")
+
+
+async def test_gold_and_functions_of_a_spec_file_are_beside_it(tmp_path: Path) -> None:
+    folder = tmp_path / "specs"
+    folder.mkdir()
+    labelled(folder)
+    (folder / "gold.csv").write_text("id,mood\nr0,angry\nr1,calm\n")
+    (folder / "judging.py").write_text("def kind(answer, gold):\n    return True\n")
+    async with ScriptedServer(calm, models=["m"]) as server:
+        (folder / "spec.yaml").write_text(
+            f"task: '{{input}}'\nmodel: m\nbackend: {server.backend_url}\ninputs: rows.jsonl\n"
+            'output_schema: {mood: "angry|calm"}\ngold: gold.csv\nscore: {mood: "judging:kind"}\n'
+        )
+        outcome = await batch_agent(tmp_path, "run", "specs/spec.yaml", "--run-dir", "run", "--output", "out.jsonl")
+    assert outcome.code == 0, outcome.stderr
+    assert "1.00 measured (2 of 2)" in outcome.stderr

@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import cast
@@ -40,7 +41,7 @@ NAMED_ROWS = 5  # in a message about several rows
 GOLD_FACT, IN_KEYS = "gold", "in_keys"  # the fact of a run about its gold; in it, the columns that are part of keys
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TakenGold:
     """The gold of a run. ``inputs`` are its rows without the columns of gold; ``taken`` are these columns."""
 
@@ -56,6 +57,11 @@ class TakenGold:
     @property
     def left_out(self) -> Callable[[Mapping[str, object]], bool] | None:
         return None if self.examples is None else self.examples.__contains__
+
+    @cached_property
+    def rules(self) -> Gold:
+        """The fields with the tolerances and functions of the user."""
+        return self.gold.with_rules(self.options.tolerance, self.options.judges)
 
 
 class WholeRows:

@@ -206,7 +206,7 @@ def gold_of_row(
     row, options = taken.table.row(place), taken.options
     if options.sealed and KeyedOrder(SEALED_KEY).in_first_half(row.name):
         return None
-    fields = taken.gold.with_rules(options.tolerance, options.judges).fields
+    fields = taken.rules.fields
     output, ok = cast(JsonValue, record.get("output")), bool(record.get("ok"))
     rights = {each: ok and fields[each].right(fields[each].take(output), value) for each, value in row.values.items()}
     return row.values, fields, rights
