@@ -245,14 +245,6 @@ async def test_no_answer_of_the_pilot_is_paid_twice_after_kill_9(bench: Bench, *
 
 
 @pytest.mark.parametrize("bench", ["alone"], indirect=True)
-async def test_worker_processes_stop_after_the_pilot_too(bench: Bench) -> None:
-    stopped = await bench.begin("--pilot", str(FEW), "--processes", "2")
-    assert (stopped.code, bench.written, bench.asked) == (PILOT, ids(FEW), FEW)
-    assert (await bench(*continuing(stopped))).code == ALL_OK
-    assert (len(bench.written), bench.asked) == (ROWS, ROWS)
-
-
-@pytest.mark.parametrize("bench", ["alone"], indirect=True)
 async def test_another_prompt_in_the_same_directory_is_another_pilot(bench: Bench) -> None:
     assert (await bench.begin("--pilot", str(FEW))).code == PILOT
     again = await bench("resume", "run", "--task", "Tell {word}", "--resend")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.run.process_work import WarmCrew
 
 import batch_agent.files.read
 from batch_agent import BatchAgent, Pipeline, SpecError
@@ -252,9 +253,23 @@ async def test_the_cost_of_a_row_of_a_pipeline_is_that_of_all_its_stages() -> No
     assert found.cost.value == pytest.approx(len(ROWS) * 3 * (100 * 10 + 20 * 100) / 1e6)
 
 
+async def test_worker_processes_stop_after_the_pilot_and_get_the_examples(tmp_path: Path) -> None:
+    async with ScriptedServer(lambda request: Say(request.text), models=["m"]) as server:
+        examples = [({"text": "an example"}, "its answer")]
+        how = options(Asked(), backend=server.backend_url, model="m", examples=examples, run_dir=tmp_path / "run")
+        async with BatchAgent.open(**how, cluster=WarmCrew()) as run:
+            pilot = await asyncio.wait_for(run.pilot(), 60)
+            assert [result.index for result in pilot] == positions() and all(result.ok for result in pilot)
+        assert server.received == FEW
+        only = await BatchAgent.run(**{**how, "pilot": 20}, cluster=WarmCrew(), pilot_only=True, resume=True)
+        assert (len(only), server.received) == (20, 20)
+        assert {"an example" in str(request.body["messages"][0]) for request in server.requests} == {True}
+        assert len(await BatchAgent.run(**how, resume=True)) == server.received == len(ROWS)
+
+
 def test_a_pilot_of_a_sorted_table_says_what_all_rows_cost() -> None:
     """The first rows, or those that finish first, would say it wrongly each time."""
-    count, few, keys = 2_000, 50, 40
+    count, few, keys = 1_000, 50, 20
     rows = [{"id": f"row {number}"} for number in range(count)]
     costs = [1 + number / 100 for number in range(count)]  # the table is sorted by cost
     covered = 0
