@@ -21,6 +21,7 @@ ORDER = [
     "guard",
     "children",
     "messages",
+    "money",
     "errors",
     "job",
     "trust",

@@ -10,9 +10,9 @@ import pytest
 
 from batch_agent import AgentContext, BatchAgent, Tool
 from batch_agent.agent.prepare import prepare
-from batch_agent.cli.commands.status import spent
 from batch_agent.cli.main import main
 from batch_agent.messages import Usage
+from batch_agent.observe.numbers import of_record
 from batch_agent.record.reader import look
 from batch_agent.run.changes import differences
 from batch_agent.run.run import Run
@@ -154,7 +154,7 @@ def test_the_end_of_a_resumed_run_names_the_totals_that_status_has(capsys: pytes
     Path("rows.csv").write_text("text\none\ntwo\nthree\n")
     assert main(["resume", "run"]) == 0
     second = capsys.readouterr().err
-    totals = spent(look("run"))
+    totals = of_record(look("run")).total_words
     assert "overall" not in first
     assert f"overall  3 rows done: 3 ok, 0 failed; {totals}, in 2 sessions" in second
     assert totals in shown(capsys, "status", "run")

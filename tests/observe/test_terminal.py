@@ -73,7 +73,7 @@ def test_a_plain_line_is_followed_by_a_new_error_once() -> None:
 
 
 def test_a_progress_line_without_a_total_counts_rows() -> None:
-    assert progress_line(Statistics(done=1, ok=1, elapsed=2.0)) == "[2.0 s] 1 row done, - rows/s, tokens 0 in, 0 out"
+    assert progress_line(Statistics(done=1, ok=1, elapsed=2.0)) == "[2.0 s] 1 row done, 30 rows/min, tokens 0 in, 0 out"
 
 
 def test_the_summary_names_failures_tokens_tools_advice_and_the_file() -> None:

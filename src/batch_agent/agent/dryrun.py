@@ -19,6 +19,7 @@ from batch_agent.files.inputs import rows_again
 from batch_agent.files.read import LazyRows
 from batch_agent.foreign import name_of
 from batch_agent.messages import JsonObject, Usage
+from batch_agent.money import limit_dollars
 from batch_agent.observe.text import amount, dollars, harmless, harmless_lines, rows
 from batch_agent.scheduler.budget import FIRST_ANSWER_TOKENS, TEMPLATE_TOKENS, UNKNOWN_TEMPLATE_TOKENS
 from batch_agent.trust.votes import Voting
@@ -301,7 +302,7 @@ class DryRun:
 
     def _limits(self) -> str:
         spec = self.prepared.spec
-        limits = [f"${spec.max_cost:g}"] if spec.max_cost is not None else []
+        limits = [limit_dollars(spec.max_cost)] if spec.max_cost is not None else []
         limits += [f"{spec.max_total_tokens:,} tokens"] if spec.max_total_tokens is not None else []
         limits += [f"{spec.max_wall_time:g} s"] if spec.max_wall_time is not None else []
         return ", ".join(limits)

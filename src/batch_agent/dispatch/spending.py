@@ -18,7 +18,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal
 from weakref import WeakKeyDictionary
@@ -28,6 +28,8 @@ from batch_agent.compiler.prices import Prices
 from batch_agent.dispatch.prompt_sizes import NOT_MEASURED, PromptSizes, RequestSize
 from batch_agent.errors import BackendError, Interrupted, StoreError
 from batch_agent.messages import Usage
+from batch_agent.money import dollars, limit_dollars
+from batch_agent.observe.statistics import Statistics
 from batch_agent.record.store import Account, Outlay
 from batch_agent.scheduler.budget import (
     ADVANCE_TEMPLATE_TOKENS,
@@ -112,7 +114,8 @@ class Spending(Account):
         self._paid_until = self._next_paid = math.inf  # loop time up to which running time is recorded as spent
         self._is_shared = False
         self._time_alone = 0.0  # $ of running time before this run was shared, that the table does not have
-        self._before = NOTHING  # what earlier sessions spent
+        self._before = NOTHING  # what earlier sessions spent, as far as the ledger of this process has it
+        self.earlier: Outlay | None = None  # what they spent, for people
         self._commit: Callable[[], None] | None = None
         self._claimed = NOTHING  # spent when an advance was last claimed
         self._rows_claimed = NOTHING  # spent when a share for rows was last claimed
@@ -131,6 +134,17 @@ class Spending(Account):
         if self._per_second:
             return self._tokens, self._seconds() * self._per_second
         return self._tokens, None if self._prices is None else self._cost
+
+    def counted(self, statistics: Statistics, *, whole: bool) -> Statistics:
+        """Return the statistics of the ``whole`` run with the cost of running time, and with what earlier sessions have
+        spent; those of a stage as they are."""
+        if not whole:
+            return statistics
+        if self._per_second:
+            statistics = replace(statistics, cost=self.so_far()[1])
+        if (before := self.earlier) is not None and before.tokens:
+            statistics = replace(statistics, earlier_tokens=before.tokens, earlier_cost=before.cost)
+        return statistics
 
     def _seconds(self) -> float:
         if self._started is None:
@@ -177,7 +191,7 @@ class Spending(Account):
         """Stop when running time has cost ``left`` $ from now on."""
         if self._cost_timer is not None:
             self._cost_timer.cancel()
-        words = f"max_cost ${self._max_cost or 0.0:g} is spent on GPU time"
+        words = f"max_cost {limit_dollars(self._max_cost or 0.0)} is spent on GPU time"
         seconds = max(0.0, left / self._per_second)
         if not seconds and self._cost_timer is None:  # earlier sessions spent it: only what is recorded is delivered
             self.time_is_up, self._time_limit, seconds, self.is_free = True, words, TICK, False
@@ -460,7 +474,7 @@ class Spending(Account):
             return (
                 f"max_total_tokens {tokens:,}: {spent.tokens:,} are spent, and a row takes about {part * tokens:,.0f}"
             )
-        return f"max_cost ${cost:g}: ${spent.cost:.4g} is spent, and a row costs about ${part * cost:.2g}"
+        return f"max_cost {limit_dollars(cost)}: {dollars(spent.cost)} is spent, and a row costs about {dollars(part * cost)}"
 
     async def _wait(self, call: Call) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -114,6 +114,7 @@ class Metrics(TypedSink):
         self._turns = self._retries = self._controls = 0
         self._prompt = self._cached = self._completion = self._reasoning = self._cache_writes = 0
         self._cost: float | None = None
+        self._unpriced = False  # the price of an answer was not known
         self._cache_hits = 0
         self._saved = Usage()
         self._tool_sources = {"run": 0, "shared": 0, "cache": 0}
@@ -165,6 +166,8 @@ class Metrics(TypedSink):
             counts |= {f"{kind}{name}": amount for name, amount in asdict(spent).items() if amount}
         for name, use in self._tools.items():
             counts |= {f"{part}{name}": amount for part, amount in zip(TOOL_PARTS, use, strict=True)}
+        if self._unpriced:
+            counts["unpriced"] = 1
         return counts if self._cost is None else {**counts, "cost": self._cost}
 
     def _done_elsewhere(self) -> Mapping[str, float]:
@@ -205,6 +208,7 @@ class Metrics(TypedSink):
             queued=states[_QUEUED],
             usage=_usage(counts, USED),
             cost=elapsed * run.cost_per_second if run and run.cost_per_second else counts.get("cost"),
+            unpriced=bool(counts.get("unpriced")),
             saved=_usage(counts, SAVED),
             tools=_tools(counts),
             last_rejected=self._last_rejected,
@@ -314,6 +318,8 @@ class Metrics(TypedSink):
         self._turns += 1
         usage = answer.usage
         self._pay(usage, cost)
+        if cost is None and usage.prompt_tokens:
+            self._unpriced = True
         if answer.saved is not None:
             self._cache_hits += 1
             self._saved += answer.saved

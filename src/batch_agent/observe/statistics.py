@@ -91,6 +91,9 @@ class Statistics:
     control_requests: int = 0  # requests of no row, to find out whether rows or a server are bad
     usage: Usage = field(default_factory=Usage)
     cost: float | None = None  # $; None if no price is known
+    unpriced: bool = False  # the price of a part of the turns is not known
+    earlier_tokens: int = 0  # of earlier sessions of the run
+    earlier_cost: float | None = None
     cache_hits: int = 0  # turns that the response cache answered
     saved: Usage = field(default_factory=Usage)  # their usage when they were first answered
     tool_runs: int = 0

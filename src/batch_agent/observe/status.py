@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from batch_agent.messages import JsonObject
 from batch_agent.observe.metrics import Clock
+from batch_agent.observe.numbers import all_sessions_json, of_statistics
 from batch_agent.observe.statistics import Statistics
 from batch_agent.observe.summary import cache_json, usage_json
 from batch_agent.record.timeline import SAMPLE, Line
@@ -39,11 +41,12 @@ def status_json(
     clock: Clock,
     paused: bool,
 ) -> JsonObject:
-    now = statistics
-    state = now.ended or ("paused" if paused else "draining" if now.draining else "running")
+    now, listed = statistics, list(islice(endpoints, ENDPOINTS))
+    numbers = of_statistics(now, paused=paused, endpoints=list(health_of(listed)))
     return {
         "at": round(clock(), 3),
-        "state": state,
+        "state": numbers.state,
+        "degraded": numbers.degraded or None,
         "reason": now.reason or None,
         "model": now.model,
         "backend": now.backend,
@@ -64,17 +67,18 @@ def status_json(
             "backing_off": now.backing_off,
         },
         "seconds": round(now.elapsed, 3),
-        "rows_per_second": round(now.recent_rate or now.overall_rate, 4),
+        "rows_per_second": round(numbers.rate, 4),
         "seconds_left": None if now.eta is None else round(now.eta, 1),
         "turns": now.turns,
         "retries": now.retries,
         "answers_rejected": now.rejected,
         "tokens": usage_json(now.usage),
         "cost": None if now.cost is None else round(now.cost, 9),
+        "all_sessions": all_sessions_json(numbers),
         "budget": {name: value for name in LIMITS if (value := getattr(spec, name)) is not None},
         "cache_hits": now.cache_hits,
         "max_inflight": slots,
-        "endpoints": [_endpoint(endpoint, clock) for endpoint, _ in zip(endpoints, range(ENDPOINTS), strict=False)],
+        "endpoints": [_endpoint(endpoint, clock) for endpoint in listed],
         "outage_seconds": round(now.outage_seconds, 1),
         "kv": None if now.kv is None else cache_json(now.kv),
         "tools": [_tool(tool, now) for tool in tools.values() if tool.calls],
@@ -90,6 +94,14 @@ def status_json(
         ],
         "schema_note": now.schema_note or None,
     }
+
+
+def health_of(endpoints: Iterable[LabelledEndpoint]) -> Iterator[tuple[str, str, str]]:
+    """Yield the name, the state and the failure of each endpoint."""
+    for each in endpoints:
+        health, given_up = each.endpoint.health, each.endpoint.given_up
+        state = "given up" if given_up else "down" if health.is_down else health.state
+        yield each.address, state, given_up or (health.reason if health.is_down else "")
 
 
 def _endpoint(labelled: LabelledEndpoint, clock: Clock) -> JsonObject:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from batch_agent.events import CacheRead
 from batch_agent.messages import JsonObject, Usage
+from batch_agent.observe.numbers import ShownNumbers, all_sessions_json, of_statistics
 from batch_agent.observe.statistics import Outage, RecentError, RecentResult, Statistics, ToolUse
 from batch_agent.observe.text import amount, clock, counted, dollars, duration, harmless, rate, rows, share
 from batch_agent.tools.execution import ToolStatistics
@@ -59,9 +60,7 @@ def summary_lines(
     lines += _labelled("tokens", [_token_line(statistics)])
     if statistics.kv is not None and (text := _cache_line(statistics.kv)):
         lines += _labelled("KV", [text])
-    if statistics.cost is not None:
-        per_row = f", {dollars(statistics.cost / statistics.fresh)} a row" if statistics.fresh else ""
-        lines += _labelled("cost", [dollars(statistics.cost) + per_row])
+    lines += _labelled("cost", _cost_lines(of_statistics(statistics)))
     if statistics.tool_calls:
         lines += _labelled("tools", [_tool_line(statistics), *map(harmless, _tool_words(statistics, tools))])
     if statistics.voted:
@@ -127,6 +126,7 @@ def summary_json(
         "prefix_hit_rate": round(usage.cached_tokens / usage.prompt_tokens, 4) if usage.cached_tokens else None,
         "kv": None if statistics.kv is None else cache_json(statistics.kv),
         "cost": None if statistics.cost is None else round(statistics.cost, 9),
+        "all_sessions": all_sessions_json(of_statistics(statistics)),
         "saved": {saving.name: {"value": saving.value, "how": saving.how} for saving in savings(statistics)},
         "tool_calls": {
             "run": statistics.tool_runs,
@@ -165,6 +165,15 @@ def _headline(statistics: Statistics) -> str:
         left = statistics.total - statistics.done if statistics.total is not None else 0
         line += f"; {stopped[statistics.ended]}" + (f", {rows(left)} not done" if left else "")
     return line
+
+
+def _cost_lines(numbers: ShownNumbers) -> list[str]:
+    """Return the cost of all sessions, and of this one if there were others."""
+    if numbers.sessions > 1:
+        return [numbers.spent_words]
+    if numbers.cost is None:
+        return []
+    return [numbers.cost_words + ("" if numbers.cost_per_row is None else f", {dollars(numbers.cost_per_row)} a row")]
 
 
 def _failure_lines(statistics: Statistics) -> list[str]:

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from batch_agent.observe.history import sparkline
+from batch_agent.observe.numbers import of_statistics
 from batch_agent.observe.statistics import RecentError, Statistics
 from batch_agent.observe.summary import (
     cache,
@@ -34,7 +35,7 @@ from batch_agent.observe.summary import (
     time_left,
     tokens,
 )
-from batch_agent.observe.text import clock, counted, cut, dollars, duration, harmless, rate, terminal_width, wrapped
+from batch_agent.observe.text import clock, counted, cut, duration, harmless, rate, terminal_width, wrapped
 
 FIRST_INTERVAL, LAST_INTERVAL = 5.0, 60.0  # seconds between plain lines, early and late in a run
 
@@ -127,7 +128,7 @@ def progress_line(statistics: Statistics) -> str:
     if statistics.stages:
         parts[0] += f" ({'; '.join(f'{stage.name} {stage.words}' for stage in statistics.stages)})"
     parts += [f"{count:,} {label}" for label, count, _ in states(statistics) if count]
-    parts.append(rate(statistics.recent_rate))
+    parts.append(rate(statistics.overall_rate))
     parts += [words for words in (time_left(statistics), phase(statistics)) if words]
     parts.append(f"tokens {tokens(statistics)}")
     if statistics.rejected:
@@ -175,7 +176,7 @@ def _title(statistics: Statistics, width: int) -> Text:
 
 
 def _bar(statistics: Statistics, width: int) -> Iterator[Table | Text]:
-    words = [progress(statistics), rate(statistics.recent_rate), time_left(statistics) or duration(statistics.elapsed)]
+    words = [progress(statistics), rate(statistics.overall_rate), time_left(statistics) or duration(statistics.elapsed)]
     text = Text("  ".join(words), style="cyan", no_wrap=True)
     if len(text) + NARROWEST_BAR + 2 > width:
         yield from _items([(word, "", "cyan") for word in words], width)
@@ -216,8 +217,9 @@ def _limit(running: int, limit: int | None) -> str:
 
 def _work_items(statistics: Statistics) -> Iterator[_Item]:
     yield "tokens", tokens(statistics), ""
-    if statistics.cost is not None:
-        yield "cost", dollars(statistics.cost), ""
+    numbers = of_statistics(statistics)
+    if numbers.cost is not None:
+        yield "cost", numbers.cost_words + (" in all sessions" if numbers.sessions > 1 else ""), ""
     if statistics.tool_calls:
         counts = f"{statistics.tool_shared:,} shared, {statistics.tool_cached:,} cached"
         yield "tools", f"{counted(statistics.tool_calls, 'call')}, {counts}", ""

@@ -11,6 +11,8 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TextIO
 
+from batch_agent.money import dollars as dollars
+
 _BARE_SECONDS = 10
 LONG_WORD = 20  # characters
 GAP = 2  # spaces between two columns
@@ -71,11 +73,6 @@ def rate(rows_per_second: float) -> str:
 
 def share(part: int, whole: int) -> str:
     return f"{100 * part // whole} %" if whole else "0 %"
-
-
-def dollars(cost: float) -> str:
-    """Return ``$0``, ``$0.00012``, ``$1.23``, ``$1,234.50``: cents, or two digits of smaller amounts."""
-    return f"${cost:,.2f}" if cost >= 1 else f"${cost:.2g}"
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:

@@ -17,6 +17,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
 
+from pydantic import JsonValue
+
 from batch_agent.blocking import on_this_loop
 from batch_agent.compiler.plan import Plan
 from batch_agent.compiler.schema import OutputSchema
@@ -111,6 +113,8 @@ class Feeder:
         self._reading = asyncio.Lock()
         self._moved = asyncio.Event()  # set when a result arrives
         self._news = asyncio.Event()  # set when results may be there, or none will come
+        self._telling: asyncio.Future[None] | None = None  # writes the facts
+        self._ended = False
         self._held = asyncio.Event()  # cleared while the user takes no results
         self._held.set()
         self._stopping = asyncio.Event()
@@ -194,11 +198,32 @@ class Feeder:
         """Return the answer of a store in this process at once, else from a thread."""
         return function() if self.store.instant else await self.run(function)
 
-    def set_trouble(self, trouble: str | None, since: float) -> None:
-        """Record what currently blocks the run, and since when, for readers outside."""
-        if self._session is not None and self.facts.get("trouble") != trouble:
-            self.facts["trouble"], self.facts["trouble_since"] = trouble, since if trouble else None
-            self.run(partial(self.store.write_facts, self.session, dict(self.facts))).add_done_callback(_log_failure)
+    def set_trouble(self, trouble: str | None, since: float, degraded: str = "") -> None:
+        """Record what currently blocks the run, and since when, for readers outside. ``degraded``: words about servers
+        that are down while others work."""
+        trouble = None if degraded else trouble
+        if self.facts.get("trouble") != trouble:
+            self.tell(trouble=trouble, trouble_since=since if trouble else None)
+        self.tell(degraded=degraded or None)
+
+    def tell(self, **facts: JsonValue) -> None:
+        """Record facts about what the run does now, for readers outside."""
+        if self._session is not None and any(self.facts.get(name) != value for name, value in facts.items()):
+            self.facts |= facts
+            if self._telling is None:
+                self._write_facts()
+
+    def _write_facts(self) -> None:
+        facts = dict(self.facts)
+        self._telling = self.run(partial(self.store.write_facts, self.session, facts))
+        self._telling.add_done_callback(partial(self._facts_written, facts))
+
+    def _facts_written(self, facts: JsonObject, written: asyncio.Future[None]) -> None:
+        if not written.cancelled() and (error := written.exception()) is not None:
+            logger.warning("the state of the run could not be recorded: %s", error)
+        self._telling = None
+        if self.facts != facts and not self._ended:
+            self._write_facts()
 
     def known(self) -> JsonObject:
         """Return the facts as they are now."""
@@ -210,13 +235,15 @@ class Feeder:
             return
         self.pilot.pass_by()
         self.facts["pilot"] = self.pilot.to_json()
-        if self._session is not None and not self.pilot.stopped:  # else the end of the session records it
-            self.run(partial(self.store.write_facts, self.session, dict(self.facts))).add_done_callback(_log_failure)
+        if self._session is not None and not self.pilot.stopped and self._telling is None:
+            self._write_facts()  # else the end of the session, or of the write that runs, records it
 
     async def end(self, facts: JsonObject) -> BaseException | None:
         """Write the end of the session, so that workers leave. A cancellation does not interrupt this. Returns its
         error, if it fails."""
-        failure = None
+        failure, self._ended = None, True
+        if self._telling is not None:  # else it could be written after the end
+            await to_its_end(self._telling)
         if self._session is not None:
             rows: JsonObject = {
                 "read": self.keys.count,
@@ -236,6 +263,8 @@ class Feeder:
 
     def stop(self) -> None:
         """Feed no more rows; started rows finish."""
+        if not self._stopping.is_set() and not self._ended:
+            self.tell(draining=True)
         self._stopping.set()
         self._news.set()
 
@@ -594,8 +623,3 @@ class Feeder:
         self._emit.row_elsewhere(now, run, result)
         if JobStarted in self._emit.sinks.wanted and index not in self.begun:
             self._emit.elsewhere(JobStarted(now, run, index, result.job_id, elsewhere=True))
-
-
-def _log_failure(written: asyncio.Future[None]) -> None:
-    if not written.cancelled() and (error := written.exception()) is not None:
-        logger.warning("the reason why the run is blocked could not be recorded: %s", error)

@@ -361,7 +361,7 @@ def given_up(ended: Ended, why: str, *, has_results: bool) -> BaseException | No
 
 def now_text() -> str:
     """Return the current time in the format of ``run.json``."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def versions() -> JsonObject:

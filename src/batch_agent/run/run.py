@@ -37,8 +37,9 @@ from batch_agent.events import DrainStarted, Ended, LimitChanged, ModelChosen, R
 from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject
 from batch_agent.observe.metrics import Clock, Emit, Metrics, Recorder
+from batch_agent.observe.numbers import degraded_words
 from batch_agent.observe.statistics import Statistics
-from batch_agent.observe.status import LabelledEndpoint, sample_line, status_json
+from batch_agent.observe.status import LabelledEndpoint, health_of, sample_line, status_json
 from batch_agent.observe.summary import summary_json
 from batch_agent.option import check_positive
 from batch_agent.record.address import directory_of
@@ -249,9 +250,7 @@ class Run(Generic[T]):
         return self._leases is not None and bool(self._leases.held)
 
     def statistics(self) -> Statistics:
-        statistics = self._metrics.statistics()
-        if self.shared.spending.per_second and self._outer is None:  # as the budget counts it
-            statistics = replace(statistics, cost=self.shared.spending.so_far()[1])
+        statistics = self.shared.spending.counted(self._metrics.statistics(), whole=self._outer is None)
         if self._metrics.elsewhere:
             statistics = replace(statistics, peak_running=self.shared.at_most_slots(statistics.peak_running))
         prewarm = None if self._workshop is None else self._workshop.prewarm
@@ -304,16 +303,18 @@ class Run(Generic[T]):
 
     def pause(self) -> None:
         """Send nothing more until ``resume``. Requests in flight and tools continue."""
-        if not self._passes_on({"do": "pause"}):
-            self._requests["pause"] = {"do": "pause"}
-            for dispatcher in self.shared.dispatchers.values():
-                dispatcher.pause()
+        self._set_paused({"do": "pause"})
 
     def resume(self) -> None:
-        if not self._passes_on({"do": "resume"}):
-            self._requests.pop("pause", None)
-            for dispatcher in self.shared.dispatchers.values():
-                dispatcher.resume()
+        self._set_paused({"do": "resume"})
+
+    def _set_paused(self, request: JsonObject) -> None:
+        if not self._passes_on(request):
+            paused = request["do"] == "pause"
+            self._requests.update(pause=request) if paused else self._requests.pop("pause", None)
+            self.shared.set_paused(paused)
+            if self._feeder is not None:
+                self._feeder.tell(paused=paused)
 
     def resize(self, max_inflight: int | None) -> None:
         """Change ``max_inflight`` of each backend. A lower limit is reached as answers arrive."""
@@ -794,4 +795,5 @@ class Run(Generic[T]):
         changed = health_change(endpoint, now, self.id, self.shared.clock.at)
         self._emit(changed)
         if self._feeder is not None and changed.state != "on trial":
-            self._feeder.set_trouble(changed.reason if endpoint.health.is_down else None, changed.since)
+            blocked = changed.reason if endpoint.health.is_down else None
+            self._feeder.set_trouble(blocked, changed.since, degraded_words(health_of(self._endpoints())))

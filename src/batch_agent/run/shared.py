@@ -145,6 +145,10 @@ class Shared:
         if mark is not None and (spec.rpm is not None or spec.tpm is not None):
             self.dispatcher.endpoints.rate_limits.keep(mark, self.dispatcher.scheduler.endpoints)
 
+    def set_paused(self, paused: bool) -> None:
+        for dispatcher in self.dispatchers.values():
+            dispatcher.pause() if paused else dispatcher.resume()
+
     def set_overdue(self, journal: str, overdue: bool) -> None:
         """Send nothing while a journal waits for the disk: answers could not be recorded soon."""
         if overdue and not self._was_overdue:

@@ -57,14 +57,15 @@ class Shares:
         try:
             async with self._extent:
                 async with self._changing:
+                    before = None if self._record is None else await asyncio.to_thread(self._record.spent)
+                    spending.earlier = before
                     if is_shared:
                         lender = await self._open_lender()
                         spending.start(commit=lender.soon, shared=True)
                         await self._at_work(lender)
-                    elif self._record is None or journal is None or journal.in_memory:
+                    elif before is None or journal is None or journal.in_memory:
                         spending.start()
                     else:
-                        before = await asyncio.to_thread(self._record.spent)
                         spending.start(Amount(before.tokens, before.cost or 0.0), before.learnt, journal.touch)
                 try:
                     yield

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from batch_agent.messages import Usage
+from batch_agent.money import dollars, limit_dollars
 from batch_agent.value_type import value_type
 
 FIRST_ANSWER_TOKENS = 512  # expected tokens of an answer before the first one, without max_tokens
@@ -83,8 +84,8 @@ class Ledger:
             )
         if self.max_cost is not None and needed.cost > (self.max_cost - spent.cost) * most + ROUNDING:
             return (
-                f"max_cost ${self.max_cost:g}: ${spent.cost:.4g} is spent, "
-                f"and the next call may cost ${amount.cost:.2g}"
+                f"max_cost {limit_dollars(self.max_cost)}: {dollars(spent.cost)} is spent, "
+                f"and the next call may cost {dollars(amount.cost)}"
             )
         return None
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from pydantic import JsonValue
 
 from batch_agent.messages import JsonObject
+from batch_agent.money import dollars
 from batch_agent.trust.gold import ALL, OUTPUT, Gold, class_name, normalised, same_json
 from batch_agent.trust.intervals import Interval
 from batch_agent.trust.paired import difference, holm, mcnemar, smallest_visible
@@ -284,7 +285,7 @@ def _lines(found: RunComparison) -> Iterator[str]:
     if found.looks:
         yield f"this gold was looked at {'once' if found.looks == 1 else f'{found.looks} times'} before"
     for run in found.runs:
-        cost = "" if run.cost is None else f", ${run.cost:.6g}"
+        cost = "" if run.cost is None else f", {dollars(run.cost)}"
         seconds = "" if run.seconds is None else f", {run.seconds:.3g} s a row"
         yield f"{run.name}: {run.failed:,} failed{cost}{seconds}"
     for pair in found.pairs:

@@ -24,6 +24,7 @@ from batch_agent.errors import BatchAgentError
 from batch_agent.files.results import to_json
 from batch_agent.files.tables import Record
 from batch_agent.messages import JsonObject
+from batch_agent.observe.numbers import ShownNumbers, of_record
 from batch_agent.record.reader import RunReader, RunSnapshot, parsed
 from batch_agent.record.rundir import stage_names
 from batch_agent.record.timeline import Line
@@ -484,6 +485,20 @@ def _digest(output: object) -> bytes | None:
 SAMPLES_SHOWN = 600
 
 
+def _progress(now: ShownNumbers) -> JsonObject:
+    """Return the numbers of a run over all its sessions."""
+    return {
+        "total": now.total,
+        "ok": now.ok,
+        "failed": now.failed,
+        "resumed": now.resumed,
+        "tokens": now.tokens,
+        "cost": now.cost,
+        "cost_is_minimum": now.at_least,
+        "rows_per_second": now.rate,
+    }
+
+
 class RunRecord:
     """The record of a run. ``key`` is its name in the URLs of the page. Closing it closes the reader."""
 
@@ -547,19 +562,12 @@ class RunRecord:
         ``progress`` has the rows, the tokens and the cost over all sessions; in a pipeline, of all stages.
         """
         view = self.run.view()
-        now = view.progress
+        now = of_record(view)
         timeline = self.run.timeline(spans=False)
         step = max(1, len(timeline.samples) // SAMPLES_SHOWN)
         return {
             "run": self._identity(view),
-            "progress": {
-                "total": view.total,
-                "ok": now.ok,
-                "failed": now.failed,
-                "resumed": now.resumed,
-                "tokens": now.tokens,
-                "cost": now.cost,
-            },
+            "progress": _progress(now),
             "unfinished": self.run.unfinished_count() if view.state == "interrupted" else 0,
             "status": self.run.status(),
             "summary": view.summary,
@@ -574,9 +582,7 @@ class RunRecord:
     def in_short(self) -> JsonObject:
         """Return one line of the list of runs."""
         view = self.run.view()
-        latest = view.progress
-        progress: JsonObject = {"ok": latest.ok, "failed": latest.failed, "tokens": latest.tokens, "cost": latest.cost}
-        return {**self._identity(view), **progress}
+        return {**self._identity(view), **_progress(of_record(view))}
 
     def rows(self, query: Query, sort: str, descending: bool, offset: int, limit: int) -> JsonObject:
         page = self.index.page(query, sort, descending, offset, limit)
@@ -658,21 +664,22 @@ class RunRecord:
         return shlex.quote(self.run.whole)
 
     def _identity(self, view: RunSnapshot) -> JsonObject:
-        facts = view.facts
+        facts, now = view.facts, of_record(view)
         return {
             "key": self.key,
             "path": self.run.name,
             "command": self._named(),
             "name": self.run.title,
-            "state": view.state,
+            "state": now.state,
             "why": facts.get("why"),
-            "model": facts.get("model"),
+            "model": now.model or None,
             "backend": facts.get("backend"),
             "total": view.total,
             "started": facts.get("started"),
             "session_started": facts.get("session_started"),
             "ended": facts.get("ended"),
-            "trouble": facts.get("trouble") if view.state == "running" else None,
+            "trouble": now.blocked or None,
+            "degraded": now.degraded or None,
             "sessions": view.sessions,
             "stages": [*view.stages],
             "graph": [*self._graph(view)] or None,

@@ -11,6 +11,7 @@ from batch_agent.cli.output.streams import put, put_json, say
 from batch_agent.cli.spec.arguments import RUN_HELP
 from batch_agent.cli.spec.numbers import positive
 from batch_agent.messages import JsonObject
+from batch_agent.observe.numbers import cost_words
 from batch_agent.observe.text import dollars, duration, harmless, rate
 from batch_agent.record.control import NotAlive, Refused
 from batch_agent.record.reader import RunReader, open_run
@@ -102,8 +103,14 @@ def _lines(status: JsonObject) -> list[str]:
     ]
     left = f", {duration(cast(float, status['seconds_left']))} left" if status["seconds_left"] else ""
     lines.append(("rate", rate(cast(float, status["rows_per_second"])) + left))
-    if status["cost"] is not None:
-        lines.append(("cost", dollars(cast(float, status["cost"]))))
+    if status.get("degraded"):
+        lines.append(("degraded", str(status["degraded"])))
+    whole = cast("dict[str, float | bool | None]", status.get("all_sessions") or status)
+    if (cost := cast("float | None", whole["cost"])) is not None:
+        words = cost_words(cost, at_least=bool(whole.get("cost_is_minimum")))
+        if status["cost"] is not None and status["cost"] != cost:
+            words += f" in all sessions; this session {dollars(cast(float, status['cost']))}"
+        lines.append(("cost", words))
     for endpoint in cast("list[dict[str, object]]", status["endpoints"]):
         limit = "no limit" if endpoint["limit"] is None else f"{endpoint['limit']}"
         reason = f": {endpoint['reason']}" if endpoint["reason"] else ""

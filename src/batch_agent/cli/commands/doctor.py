@@ -33,6 +33,7 @@ from batch_agent.conformance.finding import STATUSES, Answered
 from batch_agent.errors import BackendError, SpecError
 from batch_agent.fleet.backend import Fleet
 from batch_agent.messages import JsonObject
+from batch_agent.money import dollars
 from batch_agent.observe.text import amount, counted, harmless
 from batch_agent.version import __version__
 
@@ -326,7 +327,7 @@ def cost_note(backend: str, model: str) -> str:
     """Return the most that the questions cost, in words."""
     most, prices = most_usage(), find_prices(None, model=model, backend=backend)
     tokens = f"{most.prompt_tokens:,} prompt and {most.completion_tokens:,} answer tokens"
-    cost = "its prices are unknown here" if prices is None else f"${prices.cost(most):.4f} by {prices.source}"
+    cost = "its prices are unknown here" if prices is None else f"{dollars(prices.cost(most))} by {prices.source}"
     return f"{backend}: {len(CHECKS)} questions to {model}, at most about {tokens}; {cost}"
 
 

@@ -24,7 +24,6 @@ from batch_agent.agent.fingerprint import matched, rows_under
 from batch_agent.agent.prepare import prepare
 from batch_agent.api import BatchAgent
 from batch_agent.cli.commands.models import fetch_missing
-from batch_agent.cli.commands.status import spent
 from batch_agent.cli.exit_status import (
     ALL_OK,
     CANCELLED,
@@ -64,6 +63,7 @@ from batch_agent.files.read import LazyRows
 from batch_agent.files.results import plainly, to_json
 from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject
+from batch_agent.observe.numbers import of_record
 from batch_agent.observe.progress import Display, can_redraw, is_pipe, with_expected
 from batch_agent.observe.statistics import RecentResult, Statistics
 from batch_agent.observe.summary import score_summary, summary_json, summary_lines
@@ -404,9 +404,9 @@ class Reporter:
         except BatchAgentError:  # the results are there; a record that cannot be read must not hide them
             return
         if view.sessions > 1:
-            now = view.progress
-            done = f"{rows(now.ok + now.failed)} done: {now.ok:,} ok, {now.failed:,} failed"
-            say(f"  overall  {done}; {spent(view)}, in {view.sessions} sessions")
+            now = of_record(view)
+            done = f"{rows(now.done)} done: {now.ok:,} ok, {now.failed:,} failed"
+            say(f"  overall  {done}; {now.total_words}, in {view.sessions} sessions")
 
     def _named_record(self, statistics: Statistics) -> Iterator[str]:
         """Yield the command that continues the run, or that shows it if all rows are ok."""

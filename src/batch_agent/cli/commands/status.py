@@ -8,7 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 
 from batch_agent.cli.exit_status import ALL_OK
@@ -18,13 +18,10 @@ from batch_agent.errors import BatchAgentError, SpecError, StoreError
 from batch_agent.files.gold import GOLD_FACT
 from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject
+from batch_agent.observe.numbers import ALIVE, UNPRICED, ShownNumbers, of_record
 from batch_agent.observe.text import (
     amount,
-    clock,
-    dollars,
-    duration,
     harmless,
-    rate,
     table,
     terminal_width,
     wrapped,
@@ -38,7 +35,6 @@ from batch_agent.trust.shown import brief_lines
 EVERY = 2.0  # seconds between two reads: another process cannot be awaited
 NOT_BEGUN = "not begun"
 SCORED_ROWS = 100_000  # of a running run: reading more takes longer than a person waits
-ALIVE = ("starting", "running")
 UP, CLEAR = "\x1b[{}A", "\x1b[J"
 HEADINGS = ("RUN", "STATE", "ROWS", "FAILED", "STARTED", "TOKENS", "COST", "MODEL")
 NEEDED = 3  # columns of the list of runs that are always shown
@@ -74,34 +70,22 @@ def _over(shown: str) -> str:
     return UP.format(shown.count("\n") + 1) + CLEAR
 
 
-def pace(view: RunSnapshot, now: datetime) -> tuple[float, float | None]:
-    """Return the rows per second of the latest session, and the remaining seconds; None if unknown."""
-    latest, facts = view.progress, view.facts
-    done = latest.ok + latest.failed
-    try:
-        began = datetime.fromisoformat(str(facts.get("session_started")))
-        ended = now if view.state in ALIVE else datetime.fromisoformat(str(facts.get("ended")))
-    except ValueError:  # killed: the end was not recorded
-        return 0.0, None
-    seconds = (ended - began).total_seconds()
-    speed = view.fresh_rows / seconds if seconds > 0 else 0.0
-    if view.state != "running" or not speed or view.total is None:
-        return speed, None
-    return speed, max(0, view.total - done) / speed
-
-
 def status_json(view: RunSnapshot, score: JsonObject | None = None) -> JsonObject:
     """Return the run as one JSON object. For a pipeline, ``rows`` is the sum and ``stages`` has each stage."""
     hidden = ("command", "rows", "stages", GOLD_FACT, SCHEMA)
     facts = {name: value for name, value in view.facts.items() if name not in hidden}
-    speed, left = pace(view, datetime.now(UTC))
+    numbers = of_record(view)
+    left, session = numbers.seconds_left, numbers.session
     status: JsonObject = {
         **facts,
         "total": view.total,
-        "state": view.state,
+        "state": numbers.state,
         "sessions": view.sessions,
-        **_numbers(view),
-        "rows_per_second": round(speed, 3),
+        **numbers.to_json(),
+        "session": None if session is None else {"tokens": session[0], "cost": session[1]},
+        "models": [*numbers.models],
+        "degraded": numbers.degraded or None,
+        "rows_per_second": round(numbers.rate, 3),
         "seconds_left": None if left is None else round(left),
         "summary": view.summary,
     }
@@ -110,7 +94,8 @@ def status_json(view: RunSnapshot, score: JsonObject | None = None) -> JsonObjec
     if view.workers:
         status["workers"] = [{"host": worker.get("host"), "pid": worker.get("pid")} for worker in view.workers]
     if names := stage_names(view.facts):
-        begun = {name: {"state": stage.state, **_numbers(stage)} for name, stage in view.stages.items()}
+        parts = {name: of_record(stage) for name, stage in view.stages.items()}
+        begun = {name: {"state": part.state, **part.to_json()} for name, part in parts.items()}
         status["stages"] = [{"name": name, **begun.get(name, {"state": NOT_BEGUN})} for name in names]
     return status
 
@@ -130,28 +115,20 @@ def _score(run: RunReader, view: RunSnapshot) -> JsonObject | None:
         return None
 
 
-def _numbers(view: RunSnapshot) -> JsonObject:
-    now = view.progress
-    done = now.ok + now.failed
-    rows: JsonObject = {"total": view.total, "done": done, "ok": now.ok, "failed": now.failed, "resumed": now.resumed}
-    per_row = None if now.cost is None or not done else now.cost / done
-    return {"rows": rows, "tokens": now.tokens, "cost": now.cost, "cost_per_row": per_row}
-
-
 def _text(view: RunSnapshot, score: JsonObject | None = None) -> str:
     now, facts = view.progress, view.facts
     if not facts:
         return f"{view.name}\n  state    starting: a process has this run, and has not begun with the rows yet"
-    rows = _rows(view)
+    numbers = of_record(view)
+    rows = _rows(numbers)
     if now.resumed:
         rows += f"; {now.resumed:,} of them from the record"
-    lines = [("state", view.state), ("rows", rows), *_stages(view)]
-    speed, left = pace(view, datetime.now(UTC))
-    if speed:
-        lines.append(("rate", rate(speed) + (f", {duration(left)} left" if left is not None else "")))
-    trouble, since = facts.get("trouble"), facts.get("trouble_since")
-    if view.state == "running" and trouble and isinstance(since, int | float):
-        lines.append(("blocked", f"for {clock(max(0.0, time.time() - since))}: {trouble}"))
+    lines = [("state", numbers.state), ("rows", rows), *_stages(view)]
+    if numbers.rate:
+        lines.append(("rate", numbers.rate_words))
+    label, words = numbers.health_words(time.time())
+    if words:
+        lines.append((label, words))
     if view.workers:
         lines.append(
             ("workers", ", ".join(f"process {each.get('pid')} on {each.get('host')}" for each in view.workers))
@@ -163,7 +140,7 @@ def _text(view: RunSnapshot, score: JsonObject | None = None) -> str:
         lines.append(("ended", str(facts["ended"])))
     asked = dict.fromkeys(f"{part.facts.get('model')} at {part.facts.get('backend')}" for part in view.parts.values())
     lines += [("" if place else "model", words) for place, words in enumerate(asked)]
-    lines.append(("spent", f"{spent(view)}, in all sessions"))
+    lines.append(("spent", numbers.spent_words))
     lines += [("" if place else "score", words) for place, words in enumerate(brief_lines(score or {}))]
     if view.state not in ALIVE and (view.state != "complete" or now.failed):
         command = f"batch-agent resume {shlex.quote(view.name)}"
@@ -171,19 +148,9 @@ def _text(view: RunSnapshot, score: JsonObject | None = None) -> str:
     return "\n".join([view.name, *(f"  {label:<8} {harmless(text)}" for label, text in lines)])
 
 
-def spent(view: RunSnapshot) -> str:
-    """Return the tokens, the cost and the cost per row of all sessions of a run."""
-    now = view.progress
-    words, done = f"{amount(now.tokens)} tokens", now.ok + now.failed
-    if now.cost is not None:
-        words += f", {dollars(now.cost)}" + (f", {dollars(now.cost / done)} a row" if done else "")
-    return words
-
-
-def _rows(view: RunSnapshot) -> str:
-    now = view.progress
-    of = "" if view.total is None else f" of {view.total:,}"
-    return f"{now.ok + now.failed:,}{of} done: {now.ok:,} ok, {now.failed:,} failed"
+def _rows(numbers: ShownNumbers) -> str:
+    of = "" if numbers.total is None else f" of {numbers.total:,}"
+    return f"{numbers.done:,}{of} done: {numbers.ok:,} ok, {numbers.failed:,} failed"
 
 
 def _stages(view: RunSnapshot) -> Iterator[tuple[str, str]]:
@@ -194,9 +161,8 @@ def _stages(view: RunSnapshot) -> Iterator[tuple[str, str]]:
         stage = view.stages.get(name)
         text = NOT_BEGUN
         if stage is not None:
-            now = stage.progress
-            cost = f", {dollars(now.cost)}" if now.cost is not None else ""
-            text = f"{_rows(stage)}, {amount(now.tokens)} tokens{cost}, {stage.state}"
+            now = of_record(stage)
+            text = f"{_rows(now)}, {amount(now.tokens)} tokens, {now.cost_words or UNPRICED}, {now.state}"
         yield "" if place else "stages", f"{name:<{width}}  {text}"
 
 
@@ -238,22 +204,23 @@ def _views(place: RunPlace) -> tuple[list[RunSnapshot], list[str]]:
 
 
 def _run_json(view: RunSnapshot) -> JsonObject:
-    facts: JsonObject = {name: view.facts.get(name) for name in ("started", "model", "backend")}
-    return {"run_dir": view.name, "state": view.state, **_numbers(view), **facts}
+    facts: JsonObject = {name: view.facts.get(name) for name in ("started", "backend")}
+    numbers = of_record(view)
+    return {"run_dir": view.name, "state": numbers.state, **numbers.to_json(), "model": numbers.model or None, **facts}
 
 
 def _cells(view: RunSnapshot) -> tuple[str, ...]:
-    now, facts = view.progress, view.facts
-    of = "" if view.total is None else f"/{view.total:,}"
+    now = of_record(view)
+    of = "" if now.total is None else f"/{now.total:,}"
     return (
         harmless(view.name),
-        view.state,
-        f"{now.ok + now.failed:,}{of}",
+        now.state,
+        f"{now.done:,}{of}",
         f"{now.failed:,}",
-        _local(str(facts.get("started"))),
+        _local(str(view.facts.get("started"))),
         amount(now.tokens),
-        "" if now.cost is None else dollars(now.cost),
-        harmless(str(facts.get("model") or "")),
+        now.cost_words,
+        harmless(now.model),
     )
 
 

@@ -45,7 +45,7 @@ function summary(sides, agreement, a, b) {
     return [name, x, y, mark, better];
   };
   const cells = [
-    ["rows", (side) => number(side.counts.rows)], ["failed", (side) => number(side.counts.failed)], ["cost", (side) => dollars(side.counts.cost)],
+    ["rows", (side) => number(side.counts.rows)], ["failed", (side) => number(side.counts.failed)], ["cost", (side) => dollars(side.run.cost, side.run.cost_is_minimum)],
     ["time per row", (side) => seconds(side.counts.seconds)], ["turns", (side) => number(side.counts.turns)],
     ["tokens", (side) => `${short(side.counts.tokens.prompt)} in, ${short(side.counts.tokens.completion)} out`], ["repaired", (side) => number(side.counts.repaired)],
   ];

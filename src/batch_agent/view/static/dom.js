@@ -72,9 +72,11 @@ export function seconds(value) {
   return hours ? `${hours} h ${two(minutes % 60)} min` : `${minutes} min ${two(whole % 60)} s`;
 }
 
-export function dollars(value) {
+// The same words as batch_agent.money makes: "$0.000082", "$1,234.50". "atLeast": a part of the price is not known.
+export function dollars(value, atLeast) {
   if (value === null || value === undefined) return "–";
-  return "$" + (value >= 100 ? value.toFixed(0) : value >= 1 ? value.toFixed(2) : value ? value.toPrecision(2) : "0");
+  const small = { maximumSignificantDigits: 2, useGrouping: false }, large = { minimumFractionDigits: 2, maximumFractionDigits: 2 };
+  return (atLeast ? "at least $" : "$") + value.toLocaleString("en-US", Math.abs(value) >= 1 ? large : small);
 }
 
 export const share = (part, whole) => (whole ? `${Math.round((100 * part) / whole)} %` : "–");

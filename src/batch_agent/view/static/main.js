@@ -96,7 +96,7 @@ async function openList(mine) {
     h("td", null, link(address("run", run.key), text(run.name))), h("td", null, state(run.state)),
     h("td", { class: "r" }, run.ok === undefined ? "" : number(run.ok + run.failed) + (run.total ? ` of ${number(run.total)}` : "")),
     h("td", { class: "r" }, run.failed ? h("span", { class: "bad" }, number(run.failed)) : "–"),
-    h("td", { class: "r" }, short(run.tokens)), h("td", { class: "r" }, dollars(run.cost)),
+    h("td", { class: "r" }, short(run.tokens)), h("td", { class: "r" }, dollars(run.cost, run.cost_is_minimum)),
     h("td", { class: "quiet" }, run.started ? when(run.started) : text(run.why || "")), h("td", { class: "quiet" }, text(run.model || ""))));
   fill(page, h("div", { class: "line" }, h("h1", null, "Runs"), h("span", { class: "grow" }), button),
     h("div", { class: "scroll" }, table(["", "run", "state", ["rows", "r"], ["failed", "r"], ["tokens", "r"], ["cost", "r"], "started", "model"], lines, { class: "rows" })));

@@ -60,7 +60,7 @@ function tiles(data, live) {
   const alive = (agents.running || 0) + (agents.queued || 0) + (agents.tools || 0) + (agents.backing_off || 0);
   const tokens = own ? status.tokens : counts.tokens, cost = own && live ? status.cost : progress.cost;
   const budget = (status && status.budget) || {}, took = status ? status.seconds : data.summary && data.summary.seconds;
-  const rate = status ? (live ? status.rows_per_second : took ? (done - (rows.resumed || 0)) / took : 0) : 0;
+  const rate = live && status ? status.rows_per_second : progress.rows_per_second;
   const points = rates(data.samples);
   return h("div", { class: "tiles" },
     tile("Rows", [number(done), total ? h("small", null, ` of ${number(total)}`) : null],
@@ -71,7 +71,7 @@ function tiles(data, live) {
     tile("Tokens", [short(tokens.prompt), h("small", null, " in  "), short(tokens.completion), h("small", null, " out")],
       [tokens.cached ? `${share(tokens.cached, tokens.prompt)} of the prompts cached` : "no cached tokens reported", data.run.sessions > 1 ? `${short(progress.tokens)} in all sessions` : null].filter(Boolean).map((each) => h("span", null, each)),
       bar([["f-cached", tokens.cached, "cached"], ["f-prompt", tokens.prompt - tokens.cached, "not cached"], ["f-out", tokens.completion, "answers"]])),
-    tile("Cost", dollars(cost), budget.max_cost ? `of ${dollars(budget.max_cost)}` : cost && done ? `${dollars(cost / done)} per row` : "price unknown",
+    tile("Cost", dollars(cost, progress.cost_is_minimum), budget.max_cost ? `of ${dollars(budget.max_cost)}` : cost && done ? `${dollars(cost / done)} per row` : "price unknown",
       budget.max_cost ? bar([["f-live", Math.min(cost || 0, budget.max_cost), "spent"]], budget.max_cost) : null),
     tile("Turns", number(own ? status.turns : counts.turns),
       [(own ? status : counts).retries ? `${number((own ? status : counts).retries)} retries` : "no retries", status && status.answers_rejected ? `${number(status.answers_rejected)} answers rejected` : null].filter(Boolean).join(", ")),
