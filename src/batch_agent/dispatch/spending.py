@@ -474,7 +474,8 @@ class Spending(Account):
             return (
                 f"max_total_tokens {tokens:,}: {spent.tokens:,} are spent, and a row takes about {part * tokens:,.0f}"
             )
-        return f"max_cost {limit_dollars(cost)}: {dollars(spent.cost)} is spent, and a row costs about {dollars(part * cost)}"
+        words = f"{dollars(spent.cost)} is spent, and a row costs about {dollars(part * cost)}"
+        return f"max_cost {limit_dollars(cost)}: {words}"
 
     async def _wait(self, call: Call) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
