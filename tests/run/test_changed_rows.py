@@ -153,6 +153,9 @@ async def test_an_object_that_can_be_read_again_is_compared(tmp_path: Path) -> N
         def __init__(self, *texts: str) -> None:
             self.texts = texts
 
+        def __len__(self) -> int:
+            return len(self.texts)
+
         def __iter__(self) -> Iterator[Row]:
             return iter(rows(*self.texts))
 

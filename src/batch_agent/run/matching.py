@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sqlite3
 from array import array
-from collections.abc import AsyncIterable, Iterable, Iterator
+from collections.abc import AsyncIterable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
@@ -117,12 +117,24 @@ class Matched:
 
 
 def readable_again(inputs: object) -> Iterable[object] | None:
-    """Return inputs to read before the run reads them; None if they can be read only once."""
+    """Return inputs to read before the run reads them; None if they can be read only once, as far as is known: an
+    iterable without a length may be used up by reading it."""
     if isinstance(inputs, LazyRows):
         return inputs.again()
-    if isinstance(inputs, AsyncIterable | Iterator) or not isinstance(inputs, Iterable):
+    if isinstance(inputs, AsyncIterable | Iterator) or not (isinstance(inputs, Iterable) and isinstance(inputs, Sized)):
         return None
     return cast("Iterable[object]", inputs)
+
+
+def _until_an_error(inputs: Iterable[object]) -> Iterator[object]:
+    """Yield the inputs before the first that cannot be read. The run itself does those, and then reports the error."""
+    rows = iter(inputs)
+    while True:
+        try:
+            value = next(rows)
+        except Exception:  # StopIteration, or any error of the user's code
+            return
+        yield value
 
 
 class Matching:
@@ -182,7 +194,7 @@ class Matching:
 
     def _identified(self, inputs: Iterable[object]) -> Iterator[tuple[int, bytes, bytes]]:
         plan, keys = self._prepared.plan, Keys(rows_under(self._prepared, self._worker))
-        for place, value in enumerate(inputs):
+        for place, value in enumerate(_until_an_error(inputs)):
             if not place:
                 plan.check_first(value)
             index, name = place, None
