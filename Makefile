@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Many tests wait for sockets and processes, so there are more processes than cores.
 WORKERS ?= $(or $(shell expr 2 \* $$(nproc 2>/dev/null) 2>/dev/null),auto)
 
-.PHONY: demo test test-serve test-pythons test-view docs screenshots test-local test-docs test-prometheus test-vllm test-dynamo test-agents test-llamacpp soak soak-load lint format bench numbers numbers-gpu release-numbers bench-peers test-vllm-pin test-cluster test-wheel clean
+.PHONY: demo test test-serve test-pythons test-view docs screenshots test-local test-docs test-prometheus test-vllm test-dynamo test-agents test-llamacpp soak soak-load lint format bench numbers numbers-gpu release bench-peers test-vllm-pin test-cluster test-wheel clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -55,6 +55,10 @@ test-wheel:  ## build the wheel, install it into an empty environment, and try i
 	build/wheel/venv/bin/python -m pip --quiet --disable-pip-version-check wheel --no-deps --wheel-dir build/wheel .
 	build/wheel/venv/bin/python -m pip --quiet --disable-pip-version-check install build/wheel/*.whl
 	env -u PYTHONPATH build/wheel/venv/bin/python tests/wheel/smoke.py
+
+release: $(VENV)/.ready  ## build and check wheel and sdist in dist/, and try the wheel in bare environments: PYTHONS="python3.11 python3.12" names them
+	$(BIN)/python -m benchmarks.readme --release
+	$(BIN)/python tests/wheel/release.py $(PYTHONS)
 
 test-view: $(VENV)/.ready  ## the page in headless Chromium, installed with apt where it is missing
 	command -v chromium chromium-browser google-chrome >/dev/null || apt-get install -y --no-install-recommends chromium
@@ -129,9 +133,6 @@ numbers: $(VENV)/.ready  ## the numbers that a CPU can repeat, then all pages; h
 	-$(BIN)/python -m benchmarks.at_scale
 	-$(MAKE) bench
 	$(BIN)/python -m benchmarks.readme
-
-release-numbers: $(VENV)/.ready  ## fails if a headline of README.md is older than the code that it measures
-	$(BIN)/python -m benchmarks.readme --release
 
 bench: $(VENV)/.ready  ## ratios against the alternatives, measured in one run; needs a C compiler
 	-$(BIN)/python -m benchmarks.scheduler

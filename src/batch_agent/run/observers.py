@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("batch_agent")
 
-INSTALL = 'pip install "batch-agent[otel]"'
+INSTALL = "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
 ENDPOINTS = (
     "OTEL_EXPORTER_OTLP_ENDPOINT",
     "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
