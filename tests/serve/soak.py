@@ -326,9 +326,9 @@ def check_batch(world: World, data: Path, wanted: Wanted, batch: Any) -> Iterato
     for line in wanted.lines:
         if world.answered[line] > 1 + interruptions:
             yield f"{line} was answered {world.answered[line]} times"
-        if outcomes.get(line, {}).get("response") is not None and line not in wanted.bad and not world.answered[line]:
-            if outcomes[line]["response"]["status_code"] == 200:
-                yield f"{line} has an answer that nobody gave"
+        response = outcomes.get(line, {}).get("response") or {}
+        if response.get("status_code") == 200 and line not in wanted.bad and not world.answered[line]:
+            yield f"{line} has an answer that nobody gave"
 
 
 async def play(world: World) -> None:
