@@ -49,7 +49,7 @@ class ServeNumbers:
 
     def _of_tenants(self) -> list[Family]:
         turnstile, ledger = self._service.turnstile, self._service.ledger
-        accounts = dict(turnstile.accounts)
+        accounts = {name: account for name, account in tuple(turnstile.accounts.items()) if self._is_active(name)}
         tokens = Counter(f"{NAME}_tokens_total", "Tokens used since the start.", ("tenant",))
         done = Counter(f"{NAME}_lines_done_total", "Lines done since the start, by outcome.", ("tenant", "outcome"))
         for name, account in sorted(accounts.items()):
@@ -70,6 +70,13 @@ class ServeNumbers:
             self._gauge("files", "Files stored.", {name: files for name, (files, _) in stored.items()}),
             self._gauge("stored_bytes", "Bytes of files stored.", {name: size for name, (_, size) in stored.items()}),
         ]
+
+    def _is_active(self, tenant: str) -> bool:
+        """Return whether a tenant has used anything today, or since the start: others need no label."""
+        account, ledger = self._service.turnstile.account(tenant), self._service.ledger
+        return bool(
+            account.tokens or account.inflight or account.done or ledger.today(tenant) or ledger.reserved(tenant)
+        )
 
     def _of_batches(self) -> list[Family]:
         service = self._service
