@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import batch_agent
-from batch_agent import BatchAgent, SpecError
+from batch_agent import BatchAgent, Pipeline, SpecError
 from batch_agent.cli.main import main
 from batch_agent.results import Results
 from batch_agent.testing import Request, Say, ScriptedBackend
@@ -131,3 +131,21 @@ async def test_the_command_compares_run_directories_and_files_of_results(
     tables = json.loads(capsys.readouterr().out)
     assert [side["cost"] for side in tables["runs"]] == [side["cost"] for side in found["runs"]]
     assert tables["pairs"][0]["fields"]["mood"]["differs"] == 12
+
+
+async def test_outcomes_of_pipelines_are_compared_by_their_last_stage() -> None:
+    first = Pipeline(rows()).map(name="one", task="{text}")
+    stages = first.map(name="two", task="Mood of {input}", output_schema=SCHEMA)
+
+    def backend(wrong: int) -> ScriptedBackend:
+        def answer(request: Request) -> Say:
+            number = int(request.text.split()[-1])
+            mood = json.dumps({"mood": "bad" if number < wrong else "good"})
+            return Say(mood if request.text.startswith("Mood") else f"text {number}")
+
+        return ScriptedBackend(answer)
+
+    one, other = [await stages.run(backend=backend(most)) for most in (9, 4)]
+    assert batch_agent.compare(one, other)["mood"].differs == 5
+    with pytest.raises(SpecError, match="compare takes runs"):
+        batch_agent.compare(one, 3)  # type: ignore[arg-type]

@@ -160,7 +160,7 @@ def _headline(statistics: Statistics) -> str:
     if statistics.fresh:
         line += f" ({rate(statistics.overall_rate)})"
     stopped = {ended: ended for ended in ("out of budget", "unreachable", "failed")}
-    stopped |= dict.fromkeys(("drained", "cancelled"), "stopped early")
+    stopped |= {**dict.fromkeys(("drained", "cancelled"), "stopped early"), "pilot": "stopped after the pilot"}
     if statistics.ended in stopped and (statistics.done != statistics.total or statistics.reason):
         left = statistics.total - statistics.done if statistics.total is not None else 0
         line += f"; {stopped[statistics.ended]}" + (f", {rows(left)} not done" if left else "")

@@ -102,10 +102,10 @@ def compare(
     score: Mapping[str, Any] | None = None,
     groups: str | None = None,
 ) -> RunComparison:
-    """Compare runs over the same rows: ``compare(a, b)["mood"]``. A run is a ``Results``, a run directory or the URL of
-    a run in Redis, or a file of results. Rows are joined by id; rows that are not in all runs, or whose content is not
-    the same, are counted and left out. Without ``gold`` that of the runs is used; if there is none, the comparison says
-    what differs, and not what is better."""
+    """Compare runs over the same rows: ``compare(a, b)["mood"]``. A run is a ``Results``, the outcome of a pipeline, a
+    run directory or the URL of a run in Redis, or a file of results. Rows are joined by id. Rows that are not in all
+    runs, or whose content is not the same, are counted and left out. Without ``gold`` that of the runs is used. If
+    there is none, the comparison says what differs, and not what is better."""
     given: dict[str, object] = {"gold": gold, "tolerance": tolerance, "score": score, "groups": groups}
     with ExitStack() as opened:
         sides = [_side(run, place, opened) for place, run in enumerate((a, b, *others))]

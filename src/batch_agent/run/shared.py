@@ -109,7 +109,7 @@ class Shared:
         if ended == "out of budget":
             return self.spending.exhausted
         if ended == "pilot":
-            return "it stopped after its pilot"
+            return "the rows of its pilot are done"
         over = self.dispatcher.over
         return over[1] if over is not None and ended == over[0] else ""
 

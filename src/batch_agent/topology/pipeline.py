@@ -20,6 +20,7 @@ from batch_agent.files.inputs import rows_from
 from batch_agent.job import AgentResult
 from batch_agent.observe.progress import ProgressDisplay
 from batch_agent.observe.statistics import Statistics
+from batch_agent.record.compare import Side
 from batch_agent.results import Results, Summary, with_unfinished
 from batch_agent.run.interruption import Interruption, interrupted_words
 from batch_agent.run.scoring import final_score
@@ -56,6 +57,10 @@ class FlowOutcome(Generic[T]):
 
     def _repr_html_(self) -> str:
         return self.summary._repr_html_()
+
+    def side(self, name: str) -> Side:
+        """Return the results of the last stage as one side of a comparison (``batch_agent.compare``)."""
+        return [*self.results.values()][-1].side(name)
 
     @property
     def failures(self) -> list[AgentResult[Any]]:
