@@ -22,10 +22,11 @@ from batch_agent.files.results import result_line, unwritten
 from batch_agent.files.tables import Column, Record, columns_of, complete_file, record_of
 from batch_agent.job import AgentError, AgentResult, Failure, Success, cut
 from batch_agent.messages import JsonObject, Usage
+from batch_agent.observe.numbers import of_statistics
 from batch_agent.observe.outlook import Outlook
 from batch_agent.observe.statistics import Statistics
 from batch_agent.observe.summary import summary_json, summary_lines
-from batch_agent.observe.text import dollars, rows
+from batch_agent.observe.text import rows
 from batch_agent.record.compare import Side, SideRows
 from batch_agent.record.scoring import RunGold, add_result, digest_of, output_line, row_fields, with_gold, with_looks
 from batch_agent.tools.execution import ToolStatistics
@@ -114,8 +115,9 @@ class Results(list[AgentResult[T]]):
 
     @property
     def cost(self) -> float | None:
-        """Return the run's cost in $, including failed requests; None if no price is known."""
-        return self.summary.statistics.cost
+        """Return the cost of the run in $, of all its sessions, including failed requests; None if no price is known.
+        ``summary.statistics.cost`` is that of this session."""
+        return of_statistics(self.summary.statistics).cost
 
     def score(
         self,
@@ -234,8 +236,8 @@ class Results(list[AgentResult[T]]):
         parts = [rows(len(self)), f"{len(self.ok):,} ok"]
         if failures:
             parts.append(f"{len(self.failed):,} failed ({failures})")
-        if self.cost is not None:
-            parts.append(dollars(self.cost))
+        if words := of_statistics(self.summary.statistics).cost_words:
+            parts.append(words)
         return ", ".join(parts)
 
     def _repr_html_(self) -> str:

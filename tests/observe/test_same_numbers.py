@@ -138,7 +138,9 @@ async def test_a_plain_run(tmp_path: Path) -> None:
 async def test_a_resumed_run_shows_all_sessions_first(tmp_path: Path) -> None:
     place, backend = str(tmp_path / "run"), ScriptedBackend(answer)
     await run(place, rows=4, backend=backend)
-    statistics = await run(place, rows=6, backend=backend, resume=True)
+    results = await BatchAgent.run(**options(place, rows=6, backend=backend, resume=True))
+    statistics = results.summary.statistics
+    assert results.cost == pytest.approx(6 * COST) and dollars(6 * COST) in repr(results)
     found = agreed(place)
     assert (found["ok"], found["resumed"], found["tokens"]) == (6, 4, 6 * EACH)
     check_summary(place, statistics)
