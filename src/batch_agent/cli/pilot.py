@@ -43,8 +43,12 @@ class PilotStop:
         self._options, self._run, self._pilot = options, run, pilot
         self.outlook: Outlook | None = None
 
+    async def wait(self) -> None:
+        """Wait until the rows of the pilot are done, or the run has ended."""
+        await self._pilot.wait_ended()
+
     async def decide(self) -> None:
-        """Wait for the pilot, show what it says, and decide whether the other rows follow."""
+        """Show what the pilot says, and decide whether the other rows follow."""
         pilot, results = self._pilot, await self._run.pilot()
         if pilot.passed or pilot.covers_all or not pilot.complete:
             pilot.go_on()

@@ -246,7 +246,7 @@ async def _run(
             with Interrupts(run) as interrupts:
                 if report.pilot is not None:
                     async with Display(view, statistics):
-                        await run.pilot()
+                        await report.pilot.wait()
                     await report.pilot.decide()
                 async with Display(view, statistics):
                     async for result, schema in _results(run):
