@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import orjson
 from aiohttp import web
@@ -67,6 +68,7 @@ from batch_agent.serve.models import ServedModels
 from batch_agent.serve.numbers import NAME
 from batch_agent.serve.turnstile import Turnstile
 from batch_agent.serve.upstreams import ModelServers, again_after, for_clients
+from batch_agent.spec import BatchSpec
 
 # The wires of clients, by path: `/v1/completions` and `/v1/embeddings`; the others are the gateway's. Pure.
 # `/v1/embeddings` exists only for a backend with the same wire. A completion of one prompt is also written as a
@@ -399,6 +401,20 @@ async def answer_line(row: JsonObject, context: AgentContext) -> JsonObject:
 
     answer = await ask_line(work.r.backend, str(row["endpoint"]), str(row["name"]), body, ask)
     return {"ok": answer.ok, "outcome": answer.outcome, "tokens": answer.tokens}
+
+
+LEASE = 10.0  # seconds after which rows of a worker in another process are taken over
+
+
+def line_spec(models: ServedModels, model: str | None, **options: Any) -> BatchSpec:
+    """Return the options of a batch's run in a directory."""
+    given = {"task": "{id}", "backend": models, "model": model or "any", "no_hoist": True, "resume": True, **options}
+    return BatchSpec(**given)
+
+
+def travelling_spec(models: ServedModels, model: str | None, **options: Any) -> BatchSpec:
+    """Return those of a run in Redis: workers of other processes open the same models, and import the worker."""
+    return line_spec(models, model, backend=models.url, worker=answer_line, keep="results", lease=LEASE, **options)
 
 
 def start_nothing(call: object) -> None:

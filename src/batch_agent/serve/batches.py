@@ -37,7 +37,16 @@ from batch_agent.run.recording import in_thread as in_whole_thread
 from batch_agent.run.run import Run
 from batch_agent.run.shared import Shared
 from batch_agent.serve import ServeOptions
-from batch_agent.serve.asking import ClientCall, LineAnswer, answer_line, ask_line, failed_line, line_needs, refused_for
+from batch_agent.serve.asking import (
+    ClientCall,
+    LineAnswer,
+    ask_line,
+    failed_line,
+    line_needs,
+    line_spec,
+    refused_for,
+    travelling_spec,
+)
 from batch_agent.serve.catalog import Catalog, CatalogError, ServedBatch, StoredFile, Tenant
 from batch_agent.serve.directory import BATCHES, INPUT, PART, RUN, is_full, move_to_lost
 from batch_agent.serve.lines import BatchLine, BatchLines, Checked, Tallied, UnreadableLine, check_lines, with_files
@@ -46,7 +55,6 @@ from batch_agent.serve.objects import log_batch, notice_of
 from batch_agent.serve.repair import BeyondRepair, repair_parts, restore_input, salvage
 from batch_agent.serve.turnstile import FIRST_GUESS, Entrant, Turnstile
 from batch_agent.serve.upstreams import for_clients
-from batch_agent.spec import BatchSpec
 
 logger = logging.getLogger("batch_agent")
 
@@ -66,7 +74,6 @@ MOST_SKIPPED = 64  # lines for servers that are away, at one look for a line tha
 LOCK = "lock"  # in the folder of a batch, held by the process that works on it
 QUEUE_LIMIT, DAMAGED, RUN_FAILED = "queue_limit_exceeded", "batch_damaged", "run_failed"  # codes of errors
 RUNS_PREFIX = "serve-"  # of the names of runs in Redis, before the id of the batch
-LEASE = 10.0  # seconds after which rows of a worker in another process are taken over
 LEASE_SECONDS = 10.0  # after which another process takes over the batches of one that is gone
 
 
@@ -326,17 +333,6 @@ class _LineCall(ClientCall):
             raise
         self._granted.asked = False
         return reply
-
-
-def line_spec(models: ServedModels, model: str | None, **options: Any) -> BatchSpec:
-    """Return the options of a batch's run in a directory."""
-    given = {"task": "{id}", "backend": models, "model": model or "any", "no_hoist": True, "resume": True, **options}
-    return BatchSpec(**given)
-
-
-def travelling_spec(models: ServedModels, model: str | None, **options: Any) -> BatchSpec:
-    """Return those of a run in Redis: workers of other processes open the same models, and import the worker."""
-    return line_spec(models, model, backend=models.url, worker=answer_line, keep="results", lease=LEASE, **options)
 
 
 class ServedBatches:

@@ -231,6 +231,7 @@ class TokenLedger:
 
     def _grant(self, budget: _Budget, waiters: list[_Waiter], ahead: int, most: int) -> None:
         self._grant_waiters(budget)
+        budget.busy = budget.busy or (ahead > 0 and budget.free > 0)  # lines take it after this write
         left = [waiter for waiter in waiters if waiter in budget.waiters]
         limit = budget.limit or 0
         for waiter in left:

@@ -37,8 +37,8 @@ from batch_agent.run.spec_json import spec_json
 from batch_agent.run.trust import join_line
 from batch_agent.serve import ServeOptions
 from batch_agent.serve.api import Api, refuse, send_files
-from batch_agent.serve.asking import Interactive
-from batch_agent.serve.batches import RUNS_PREFIX, ServedBatches, travelling_spec
+from batch_agent.serve.asking import Interactive, travelling_spec
+from batch_agent.serve.batches import RUNS_PREFIX, ServedBatches
 from batch_agent.serve.catalog import ConfiguredTenant, ServedBatch, Tenant, label_of
 from batch_agent.serve.clock import ServedClock, since_boot
 from batch_agent.serve.directory import ADDRESS_FILE, ERRORS, LOCK_FILE, OUTPUT, PART, Presence, claim
