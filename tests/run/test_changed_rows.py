@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from batch_agent import BatchAgent, SpecError, Tool
+from batch_agent.messages import Usage
 from batch_agent.testing import CallTools, Fail, Hang, Request, Say, ScriptedBackend, ToolUse
 
 Row = dict[str, object]
+PRICES = {"input": 1, "output": 2}
 
 
 async def go(directory: Path, inputs: Any, script: Any = None, **options: Any) -> list[str]:
@@ -48,6 +50,13 @@ async def test_rows_that_were_edited_removed_and_added_are_counted(tmp_path: Pat
     assert await counts(tmp_path, after) == "kept 31, to send 12 (9 changed, 3 new), no longer asked for 2"
     assert len(await go(tmp_path, after, on_change="resend")) == 12
     assert await go(tmp_path, after) == []
+
+
+async def test_what_the_rest_costs_is_what_rows_have_cost(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"script": lambda _: Say("ok", usage=Usage(1000, 0, 1000)), "prices": PRICES}
+    await go(tmp_path, rows("a", "b", "c"), **options)
+    with pytest.raises(SpecError, match=r"kept 1, to send 2 \(2 changed\), about \$0\.006\n"):
+        await go(tmp_path, rows("a", "b.", "c."), **options)
 
 
 async def test_ids_that_changed_keep_answers_and_the_log_says_so(

@@ -282,7 +282,7 @@ def compare(
             with whole.stage(name) if name else nullcontext(whole) as reader:
                 if facts := reader.kept_facts():  # else there is no record yet
                     forced = forced or bool(facts.get("forced"))
-                    found[name] = _compare(reader, facts, prepared, worker, name, resend=resend)
+                    found[name] = _compare(reader, whole, facts, prepared, worker, name, resend=resend)
                     undone.callback(found[name].close)
         dropped = sum(each.dropped for each in found.values())
         paid = whole.view().progress.cost if dropped else None
@@ -307,7 +307,14 @@ def compare(
 
 
 def _compare(
-    reader: RunReader, facts: JsonObject, prepared: Prepared, worker: AnyWorker | None, name: str, *, resend: bool
+    reader: RunReader,
+    whole: RunReader,
+    facts: JsonObject,
+    prepared: Prepared,
+    worker: AnyWorker | None,
+    name: str,
+    *,
+    resend: bool,
 ) -> Changes:
     prepared, same = matched(prepared, facts, worker)
     same = same and not (resend and facts.get("forced"))
@@ -328,18 +335,29 @@ def _compare(
         if cut:
             found = replace(found, kept=max(0, found.kept - cut))
         kept = found.with_answers_kept()
-        rest, rest_kept = (_rest_of(reader, prepared, each) for each in (found, kept))
+        each_row = _row_cost(reader, whole) if same and found.to_send else None
+        rest, rest_kept = (_rest_of(reader, prepared, each, each_row) for each in (found, kept))
     except BaseException:
         matching.close()
         raise
     drops = cost_of(prepared, found.changed) if found.changed else ""
+    if found.changed and each_row is not None:
+        drops = f"{drops.partition(', ')[0]}, {dollars(each_row * found.changed)}".removeprefix(", ")
     return Changes(reader.name, edits, found.changed, cut, {name: found}, {name: matching}, drops, rest, rest_kept)
 
 
-def _rest_of(reader: RunReader, prepared: Prepared, found: Matched) -> str:
-    """Return what sending the rows costs that have no answer."""
+def _row_cost(reader: RunReader, whole: RunReader) -> float | None:
+    """Return what a row of this part has cost until now, with what came of it in later stages; None if unknown."""
+    done, cost = sum(reader.rows.counts()), whole.view().progress.cost
+    return cost / done if done and cost else None
+
+
+def _rest_of(reader: RunReader, prepared: Prepared, found: Matched, each_row: float | None) -> str:
+    """Return what sending the rows costs that have no answer. ``each_row`` is what a row has cost until now."""
     if not found.to_send:
         return ""
+    if each_row is not None:
+        return f"about {dollars(each_row * found.to_send)}"
     going_on = _conversations(reader, prepared.spec) if found.failed else []
     going_on += [_length(row.past) for row in reader.unfinished() if row.past is not None] if found.begun else []
     cost = cost_of(prepared, max(0, found.to_send - len(going_on)), sum(going_on))
