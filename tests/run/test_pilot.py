@@ -251,6 +251,9 @@ async def test_the_cost_of_a_row_of_a_pipeline_is_that_of_all_its_stages() -> No
         found = (await flow.pilot()).summary.pilot
     assert found is not None and found.cost is not None
     assert found.cost.value == pytest.approx(len(ROWS) * 3 * (100 * 10 + 20 * 100) / 1e6)
+    how = {"prices": {"input": 10, "output": 100}, "pilot": FEW, "pilot_only": True}
+    only = (await pipeline.run(backend=ScriptedBackend(answer), **how)).summary.pilot
+    assert only is not None and only.cost == found.cost and only.done == FEW
 
 
 async def test_worker_processes_stop_after_the_pilot_and_get_the_examples(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterable, Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar, cast, overload
 
 from batch_agent.errors import SpecError
@@ -175,6 +175,8 @@ async def finished(flow: Flow, progress: bool | None = None) -> FlowOutcome[Any]
             error.results = outcome.results  # type: ignore[attr-defined]
         raise
     outcome = outcome_of(flow)
+    if flow.pilot_rows is not None and flow.pilot_rows.stopped:
+        outcome = replace(outcome, summary=replace(outcome.summary, pilot=await flow.outlook()))
     view.conclude(str(outcome))
     if interruption.happened:
         return interruption.conclude(outcome, outcome.results, interrupted_words(flow.statistics(), flow.spec))
