@@ -262,3 +262,32 @@ async def test_gold_and_functions_of_a_spec_file_are_beside_it(tmp_path: Path) -
         outcome = await batch_agent(tmp_path, "run", "specs/spec.yaml", "--run-dir", "run", "--output", "out.jsonl")
     assert outcome.code == 0, outcome.stderr
     assert "1.00 measured (2 of 2)" in outcome.stderr
+
+
+async def test_a_killed_run_is_scored_and_its_gold_survives(tmp_path: Path) -> None:
+    labelled(tmp_path)
+    hang = asyncio.Event()
+
+    async def script(request: Request) -> Say:
+        if "t19" in str(request.body) and not hang.is_set():
+            await hang.wait()
+        return calm(request)  # type: ignore[return-value]
+
+    async with serving(tmp_path, script, SPEC) as server:
+        flags = ("--inputs", "rows.jsonl", "--run-dir", "run", "--output", "out.jsonl", "--gold", "label")
+        async with started(tmp_path, "run", "spec.yaml", *flags) as process:
+            results = tmp_path / "run" / "results.jsonl"
+            new = tmp_path / "run" / "results.jsonl.new"
+            while sum(path.read_bytes().count(b"\n") for path in (results, new) if path.exists()) < 19:
+                await asyncio.sleep(0.01)
+            process.kill()
+            await process.communicate()
+        score = json.loads((await batch_agent(tmp_path, "score", "run", "--json")).stdout)
+        assert (score["all"]["rows"], score["pending"]) == (19, 1)
+        hang.set()
+        asked = len(server.requests)
+        outcome = await batch_agent(tmp_path, "resume", "run", "--require", "accuracy >= 0.99")
+        assert outcome.code == 6, outcome.stderr
+        assert len([each for each in server.requests[asked:] if "messages" in (each.body or {})]) == 1
+    after = json.loads((await batch_agent(tmp_path, "score", "run", "--json")).stdout)
+    assert (after["all"]["rows"], after["pending"], after["looks"]) == (20, 0, 0)

@@ -140,8 +140,22 @@ class Note:
     label: str
 
 
+class Again:
+    """Rows that can be read again, and whose number is not known."""
+
+    def __init__(self, made: list[dict[str, str]]) -> None:
+        self.made = made
+
+    def __iter__(self) -> Iterator[dict[str, str]]:
+        return iter(self.made)
+
+
 def canaries(shape: str, tmp_path: Path) -> Any:
     made = [{"text": f"text {row}", "label": CANARY} for row in range(3)]
+    if shape == "iterable":
+        return Again(made)
+    if shape == "frame":
+        return pytest.importorskip("pandas").DataFrame(made)
     if shape == "models":
         return [Ticket(**row) for row in made]
     if shape == "dataclasses":
@@ -161,7 +175,9 @@ def canaries(shape: str, tmp_path: Path) -> Any:
     return made
 
 
-@pytest.mark.parametrize("shape", ["list", "models", "dataclasses", "iterator", "async iterator", "file"])
+@pytest.mark.parametrize(
+    "shape", ["list", "models", "dataclasses", "iterator", "async iterator", "file", "iterable", "frame"]
+)
 @pytest.mark.parametrize("task", ["{text}", "{{ row }} {{ text }}"])
 async def test_nothing_that_the_run_sees_has_the_gold(tmp_path: Path, shape: str, task: str) -> None:
     backend, told = ScriptedBackend(calm), list[AgentResult[Any]]()

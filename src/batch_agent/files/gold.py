@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 import re
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -260,7 +260,8 @@ class _Joiner:
             for index, value in enumerate(inputs):
                 self.note(index, value)
             self.finish(checks=True)
-            return BareRows(inputs, self.bare) if self.changes else inputs
+            kind = CountedBareRows if isinstance(inputs, Sized) else BareRows
+            return kind(inputs, self.bare) if self.changes else inputs
         return inputs
 
     @property
@@ -481,8 +482,12 @@ class BareRows:
     def __iter__(self) -> Iterator[object]:
         return map(self.bare, self.inputs)
 
+
+class CountedBareRows(BareRows):
+    """The same of rows whose number is known."""
+
     def __len__(self) -> int:
-        return len(self.inputs)  # type: ignore[arg-type]
+        return len(cast("Sized", self.inputs))
 
 
 def _refuse_named(options: Mapping[str, object], columns: frozenset[str]) -> None:

@@ -58,6 +58,7 @@ UNRECORDED = {
     ),
     *("on_change", "metrics_port", "telemetry", "feed_only"),
     *("gold", "gold_sample", "gold_sealed", "tolerance", "score", "by", "groups", "require"),
+    *("pilot", "pilot_key", "pilot_only"),
 }
 MOST_WORDS = 4000  # longest text that is compared word by word
 SHOWN_CHARACTERS = 60  # of the first words that differ
