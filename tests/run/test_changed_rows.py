@@ -157,6 +157,23 @@ async def test_inputs_that_can_be_read_only_once_are_matched_as_they_come_and_th
     assert "the inputs can be read only once" in caplog.text
 
 
+async def test_all_samples_of_a_changed_row_keep_their_answers(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"samples": 3, "output_schema": {"type": "object", "properties": {"n": {"enum": [1, 2]}}}}
+    numbers = iter(range(100))
+
+    def script(request: Request) -> Say:
+        return Say(f'{{"n": {1 + next(numbers) % 2}}}')
+
+    assert len(await go(tmp_path, rows("a", "b", ids=True), script, **options)) > 3
+    renamed: list[Row] = [{"id": "x", "text": "a"}, {"id": "y", "text": "b"}]
+    assert await go(tmp_path, renamed, script, **options) == []
+    renamed[1]["text"] = "b."
+    assert await counts(tmp_path, renamed, **options) == "kept 1, to send 1 (1 changed)"
+    assert await go(tmp_path, renamed, script, **options, on_change="keep") == []
+    assert await go(tmp_path, renamed, script, **options) == []
+    assert set(await go(tmp_path, renamed, script, **options, on_change="resend")) == {"Say b."}
+
+
 async def test_an_object_that_can_be_read_again_is_compared(tmp_path: Path) -> None:
     class Source:
         def __init__(self, *texts: str) -> None:

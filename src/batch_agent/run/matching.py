@@ -28,6 +28,7 @@ from batch_agent.observe.text import counted
 from batch_agent.record.keys import KEY_BYTES, NAME_BYTES, Keys, row_of
 from batch_agent.record.reader import RunReader
 from batch_agent.record.store import Adoption, Identity
+from batch_agent.run.samples import identity_of
 
 AT_ONCE = 1000  # lines inserted together
 NAMED = 3  # changed rows that are named
@@ -171,6 +172,8 @@ class Matching:
         self._match(f"substr(key, 1, {KEY_BYTES})", "length(key) > 0", RENAMED)
         if self._forced:
             self._match("row", "row IS NOT NULL", BY_INPUT, newest=True)
+        if self._prepared.spec.samples > 1:
+            self._db.execute("CREATE INDEX was_row ON was (row)")
         ok, _ = self._reader.rows.counts()
         if ok > self._one("SELECT count(*) FROM was WHERE taken AND rank = ?", DONE):
             self._match_results()
@@ -185,10 +188,20 @@ class Matching:
         """Yield the rows that take over a record from another key or input. ``keeps``: also those that changed."""
         changed = f"n.how IN ({EDITED}, {MOVED})" if keeps and self._same else "0"
         found = self._db.execute(
-            f"SELECT w.name, n.key, n.row, {changed} FROM now n JOIN was w ON w.id = n.was WHERE n.how = {RENAMED} "
-            f"OR (n.how = {SAME} AND w.row IS NOT n.row AND w.row IS NOT NULL) OR {changed} ORDER BY n.idx"
+            f"SELECT w.name, n.key, n.row, w.row, {changed} FROM now n JOIN was w ON w.id = n.was "
+            f"WHERE n.how = {RENAMED} OR (n.how = {SAME} AND w.row IS NOT n.row AND w.row IS NOT NULL) OR {changed} ORDER BY n.idx"
         )
-        return (Adoption(name, key, row, bool(forced)) for name, key, row, forced in found)
+        for name, key, row, before, forced in found:
+            yield Adoption(name, key, row, bool(forced))
+            if before is not None and before != row:
+                yield from self._samples(Identity(key, before), Identity(key, row), forced=bool(forced))
+
+    def _samples(self, before: Identity, now: Identity, *, forced: bool) -> Iterator[Adoption]:
+        """Yield the later samples of a row with another input; answers that were kept by force are found by it."""
+        for number in range(1, self._prepared.spec.samples):
+            sought, sample = identity_of(before, number).row, identity_of(now, number)
+            for (name,) in self._db.execute("SELECT name FROM was WHERE row = ?", (sought,)).fetchall():
+                yield Adoption(name, sample.key, sample.row, forced)
 
     # Rows of now, by their keys
 
