@@ -189,7 +189,8 @@ class Matching:
         changed = f"n.how IN ({EDITED}, {MOVED})" if keeps and self._same else "0"
         found = self._db.execute(
             f"SELECT w.name, n.key, n.row, w.row, {changed} FROM now n JOIN was w ON w.id = n.was "
-            f"WHERE n.how = {RENAMED} OR (n.how = {SAME} AND w.row IS NOT n.row AND w.row IS NOT NULL) OR {changed} ORDER BY n.idx"
+            f"WHERE n.how = {RENAMED} OR (n.how = {SAME} AND w.row IS NOT n.row AND w.row IS NOT NULL) OR {changed} "
+            "ORDER BY n.idx"
         )
         for name, key, row, before, forced in found:
             yield Adoption(name, key, row, bool(forced))
