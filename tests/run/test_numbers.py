@@ -263,7 +263,7 @@ async def test_a_pipeline_and_its_stages_have_the_same_numbers_in_every_shape(sh
         of_stage = outcome.results[name].summary.statistics
         assert (of_stage.turns, of_stage.tool_runs) == (2 * ROWS, ROWS)
     found = look(place)
-    assert (found.latest.tokens, found.latest.cost) == (4 * ROWS * EACH, pytest.approx(4 * ROWS * COST))
+    assert (found.progress.tokens, found.progress.cost) == (4 * ROWS * EACH, pytest.approx(4 * ROWS * COST))
     assert [stage.latest.tokens for stage in found.stages.values()] == [2 * ROWS * EACH] * 2
 
 

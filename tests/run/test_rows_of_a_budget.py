@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
+from tests.record.redis_servers import needs_redis
 from tests.run.process_work import WarmCrew, quick
 
 from batch_agent import BatchAgent, Pipeline, Tool
@@ -202,6 +203,27 @@ async def test_worker_processes_share_what_their_rows_will_cost(tmp_path: Path) 
     assert found.ended == "out of budget"
     assert found.ok >= 27
     assert server.received <= 30.7 * 3
+
+
+@needs_redis
+async def test_a_run_in_redis_finishes_the_rows_that_its_budget_pays(url: str) -> None:
+    def script(request: Request) -> Say:
+        return CallTools(ToolUse("quick", {"n": 0}), usage=TURN) if request.turn < 2 else Say("done", usage=TURN)
+
+    each = 3 * (TURN.prompt_tokens + TURN.completion_tokens)
+    async with ScriptedServer(script, models=["m"]) as server:
+        results = await BatchAgent.run(
+            task="Row {input}",
+            inputs=[str(number) for number in range(40)],
+            backend=server.backend_url,
+            tools=[quick],
+            max_tokens=40,
+            max_total_tokens=int(20.7 * each),
+            max_inflight=16,
+            run_dir=url,
+        )
+    found = results.summary.statistics
+    assert found.ended == "out of budget" and found.ok >= 18
 
 
 # What is known of a row's cost
