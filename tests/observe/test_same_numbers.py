@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from tests.observe.exposition_rules import read_page
 from tests.record.redis_servers import needs_redis
 from tests.run.process_work import WarmCrew
 from tests.run.test_processes import process
@@ -23,6 +24,7 @@ from batch_agent.events import Event, TurnFinished
 from batch_agent.messages import JsonObject, Usage
 from batch_agent.money import dollars
 from batch_agent.observe.numbers import of_record, of_statistics
+from batch_agent.observe.prometheus import RunNumbers
 from batch_agent.observe.statistics import Statistics
 from batch_agent.observe.summary import summary_lines
 from batch_agent.record.reader import look, open_run
@@ -132,6 +134,9 @@ async def test_a_plain_run(tmp_path: Path) -> None:
     turns = [event for event in events if isinstance(event, TurnFinished)]
     assert sum(turn.usage.prompt_tokens + turn.usage.completion_tokens for turn in turns) == found["tokens"]
     assert sum(turn.cost or 0.0 for turn in turns) == pytest.approx(cast(float, found["cost"]))
+    metrics = read_page(RunNumbers(lambda: statistics).page())
+    assert sum(metrics["batch_agent_tokens_total"].values()) == found["tokens"]
+    assert metrics["batch_agent_cost_dollars_total"] == {"": pytest.approx(found["cost"])}
     check_summary(place, statistics)
 
 

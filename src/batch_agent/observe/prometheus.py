@@ -190,8 +190,8 @@ def totals(now: Statistics) -> list[Family]:
         failures.add(failed, error_type)
     tokens = Counter(
         "batch_agent_tokens_total",
-        "Tokens by kind. The kinds do not overlap: input is neither cached nor written to a cache, output is without "
-        "reasoning.",
+        "Tokens of this session by kind. The kinds do not overlap: input is neither cached nor written to a cache, "
+        "output is without reasoning.",
         ("kind",),
     )
     used = now.usage
@@ -205,7 +205,7 @@ def totals(now: Statistics) -> list[Family]:
     for kind, amount in kinds.items():
         tokens.add(max(0, amount), kind)
     saved = Counter("batch_agent_saved_tokens_total", "Tokens of answers from the response cache.")
-    cost = Counter("batch_agent_cost_dollars_total", "Cost of the turns, where prices are known.")
+    cost = Counter("batch_agent_cost_dollars_total", "Cost of this session, where prices are known.")
     return [
         rows.add(now.ok, "ok").add(now.failed, "failed"),
         resumed.add(now.resumed),
