@@ -249,11 +249,6 @@ def test_a_source_tree_that_was_never_installed_can_be_used(tmp_path: Path) -> N
     assert done.stdout.splitlines()[-1:] == [batch_agent.__version__], done.stderr
 
 
-def test_the_extra_all_has_every_other_extra() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert extras.pop("all") == [f"batch-agent[{','.join(sorted(extras))}]"]
-
-
 def test_the_extra_all_has_the_packages_of_all_other_extras() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert sorted(extras.pop("all")) == sorted({package for packages in extras.values() for package in packages})
