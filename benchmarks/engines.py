@@ -371,7 +371,7 @@ def main() -> int:
         line: dict[str, object] = {"part": part, "urls": options.url, "accelerator": options.hardware}
         try:
             line["found"] = asyncio.run(PARTS[part](options))
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit) as error:  # noqa: BLE001
             line["failed"], failed = f"{type(error).__name__}: {error}", failed + 1
         line["seconds"] = round(time.perf_counter() - began, 1)
         written = json.dumps({**line, "environment": report.environment()})

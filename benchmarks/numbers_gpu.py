@@ -215,7 +215,7 @@ class Sitting:
             self.out_of_time = True
             show({**line, "stopped": f"not done after {time.monotonic() - began:.0f} s; the call's time is over"})
             return False
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             self.failed = True
             show({**line, "failed": f"{type(error).__name__}: {error}"})
             return False

@@ -58,7 +58,7 @@ async def gathered(
         async with slots:
             try:
                 review = await agent(row(record))
-            except Exception:
+            except Exception:  # noqa: BLE001
                 return None
         finished()
         return review

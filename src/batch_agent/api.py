@@ -313,7 +313,7 @@ def _run_anywhere(work: Coroutine[Any, Any, R], interruption: Interruption) -> R
         try:
             with asyncio.Runner(loop_factory=lambda: loop) as runner:
                 value = runner.run(_await(task))
-        except BaseException as error:  # the calling thread raises it
+        except BaseException as error:  # the calling thread raises it  # noqa: BLE001
             outcome.set_exception(error)
         else:
             outcome.set_result(value)

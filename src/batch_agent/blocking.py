@@ -29,7 +29,7 @@ class _DaemonThreads(concurrent.futures.Executor):
         def call() -> None:
             try:
                 result = function(*args, **kwargs)
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001
                 future.set_exception(error)
             else:
                 future.set_result(result)

@@ -343,7 +343,7 @@ class Sinks:
         for sink, handle in handlers:
             try:
                 handle(event)
-            except Exception:
+            except Exception:  # noqa: BLE001
                 self._drop(sink)
 
     def elsewhere(self, event: Event) -> None:
@@ -351,7 +351,7 @@ class Sinks:
         for sink, handle in self._handlers_of(type(event)):
             try:
                 (sink.elsewhere if isinstance(sink, Sinks) else handle)(event)
-            except Exception:
+            except Exception:  # noqa: BLE001
                 self._drop(sink)
 
     def _drop(self, sink: Sink) -> None:

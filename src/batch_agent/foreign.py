@@ -31,7 +31,7 @@ def message_of(error: BaseException) -> str:
         text = str(error)
     except KeyboardInterrupt:
         raise
-    except BaseException:
+    except BaseException:  # noqa: BLE001
         return ""
     return encodable(text)
 
@@ -70,7 +70,7 @@ def traceback_of(error: BaseException) -> str:
         text = "".join(traceback.format_exception(type(error), error, tb))
     except KeyboardInterrupt:
         raise
-    except BaseException:  # the exception's own methods
+    except BaseException:  # the exception's own methods  # noqa: BLE001
         return ""
     if len(text) > TRACEBACK_CHARACTERS:
         text = f"{text[: TRACEBACK_CHARACTERS // 2]}\n[...]\n{text[-TRACEBACK_CHARACTERS // 2 :]}"

@@ -235,5 +235,5 @@ def cut(text: str, limit: int = SHOWN_CHARACTERS) -> str:
 def _shown(output: object) -> str:
     try:
         return cut(repr(output))
-    except Exception as error:  # the output's class is user code
+    except Exception as error:  # the output's class is user code  # noqa: BLE001
         return f"{type(output).__name__} ({cut(describe(error))})"

@@ -291,7 +291,7 @@ def _text(value: object) -> str:
         return value
     try:
         return repr(value)
-    except Exception:  # the value's class is user code
+    except Exception:  # the value's class is user code  # noqa: BLE001
         return type(value).__name__
 
 

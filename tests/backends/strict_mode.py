@@ -23,7 +23,7 @@ def judge(form: dict) -> None:
         _strict(schema, schema, ())
 
 
-def _strict(node: object, root: dict, path: tuple[str, ...]) -> None:
+def _strict(node: object, root: dict, path: tuple[str, ...]) -> None:  # noqa: C901
     def refuse(why: str) -> None:
         raise Refused(f"In context=({', '.join(path)}), {why}")
 

@@ -475,7 +475,7 @@ async def failures(contract: type[BackendContract], name: str) -> list[str]:
             outcome = function(contract(), **arguments)
             if inspect.isawaitable(outcome):
                 await outcome
-        except (Exception, pytest.fail.Exception) as error:
+        except (Exception, pytest.fail.Exception) as error:  # noqa: BLE001
             failed.append(f"{type(error).__name__}: {error}")
     return failed
 

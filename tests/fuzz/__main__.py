@@ -43,7 +43,7 @@ def fuzz(name: str, seconds: float) -> tuple[int, str]:
     while monotonic() < until:
         try:
             seed(random.getrandbits(64))(holds)()
-        except Exception:
+        except Exception:  # noqa: BLE001
             # The smallest input is the last that was tried.
             path = CORPUS / name / f"found-{blake2b(last, digest_size=6).hexdigest()}"
             path.write_bytes(last)

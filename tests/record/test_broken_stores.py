@@ -174,7 +174,7 @@ class GarbageIsEmpty(ToyStore):
     def read(self, file: int) -> Kept:
         try:
             return super().read(file)
-        except Exception:
+        except Exception:  # noqa: BLE001
             return Kept()
 
 
@@ -830,7 +830,7 @@ def failures(kind: type[ToyStore], folder: Path, tests: Sequence[str]) -> set[st
                 TESTS[name](RunStoreContract(), place)
             except pytest.skip.Exception:
                 continue
-            except (Exception, pytest.fail.Exception):
+            except (Exception, pytest.fail.Exception):  # noqa: BLE001
                 failed.add(name)
     return failed
 

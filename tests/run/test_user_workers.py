@@ -260,7 +260,7 @@ async def test_a_worker_that_misbehaves_fails_its_own_row_and_nothing_stays_behi
     async def late(ctx: AgentContext) -> None:
         try:
             await ctx.ask("late")
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             left.append(error)
 
     async def work(row: str, ctx: AgentContext) -> object:

@@ -72,7 +72,7 @@ class SimulatedLoop(VirtualClockLoop):
             except NotYet:
                 self.call_later(LOOK_AGAIN, call)
                 return
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001
                 self.call_at(max(end, self.time()), _fail, future, error)
             else:
                 self.call_at(max(end, self.time()), _answer, future, result)

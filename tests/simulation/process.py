@@ -169,7 +169,7 @@ class WorkerProcess(Process):
             raise
         except SpecError as error:
             return REFUSED, str(error)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             return (-signal.SIGKILL if self.dead else 1), "".join(traceback.format_exception(error))
         return 0, ""
 

@@ -352,6 +352,7 @@ class Dialogue:
         if self._hides:
             self._rebuild()
         self._cut_from: int | None = None  # tokens before the cut, if the conversation was cut since the latest answer
+        self._turn_call: TurnCall | None = None  # the latest request of ``ask`` in progress
 
     # Asking
 
@@ -365,43 +366,13 @@ class Dialogue:
             work.record_answer()
         if shape is None:
             shape = self.shapes.later if self.turns else self.shapes.first
-        digest, nth, reply, turn = "", 0, None, None
+        digest, nth, reply = "", 0, None
         try:
             if trail.records:
                 digest, nth, reply = self._recorded(shape)
             if reply is None:
                 self._leave_record()
-                fitted, compactor, overflows = shape, self._compactor, 0
-                if compactor is not None and compactor.context is not None:
-                    if excess := compactor.excess(self):
-                        await self._compact(excess, digest)
-                    if shape.max_tokens is not None:
-                        fitted = compactor.fitted(shape, compactor.foreseen(self))
-                while reply is None:
-                    if self._follows and trail.records and work.ticket is None and not trail.is_settled:
-                        await trail.settle()  # before later steps depend on it
-                    turn = self._turn(fitted)
-                    question = turn if send is None else send(turn.request)
-                    ticket = work.claim(fitted.model, self)
-                    try:
-                        reply = await r.dispatcher.ask(question, r.policy, ticket=ticket, observer=turn)
-                        if reply.tokens is not None:
-                            reply = self._doubted(reply)
-                    except ContextOverflow as error:
-                        overflows += 1
-                        if compactor is None or overflows > 1:
-                            raise
-                        fitted, excess = compactor.after(error, shape, self)
-                        if fitted is shape and not (excess and await self._compact(excess, digest)):
-                            raise
-                        work.tally.again = True
-                    except BackendError as error:
-                        if send is not None or not self._hide_images(error):
-                            raise
-                if self._images and r.sees_images is None:
-                    r.note_images(accepted=not self._hides)
-                if self._cut_from is not None:
-                    self._tell_of_cut(reply, self._cut_from)
+                reply = await self._answer(shape, digest, send)
                 if self._follows:
                     work.answered = (reply, digest) if trail.records else None
                 elif replay is not None:
@@ -410,13 +381,50 @@ class Dialogue:
                     trail.add(replay.add_ask(digest, nth, reply, spent, said, self._digests, shared))
                     await trail.settle()
         except BaseException as error:
-            self._gave_up(error, digest, nth, None if turn is None else turn.request)
+            self._gave_up(error, digest, nth, None if self._turn_call is None else self._turn_call.request)
             raise
         finally:
-            if turn is not None and work.asking is turn.request:
+            if self._turn_call is not None and work.asking is self._turn_call.request:
                 work.asking = None
+            self._turn_call = None
         self._add_answer(reply)
         return reply
+
+    async def _answer(self, shape: RequestShape, digest: str, send: Send | None) -> Reply:
+        """Send the request and return its answer. A conversation that turns out to be too long is compacted, once; one
+        whose images the model refuses is sent without them."""
+        work, compactor = self._work, self._compactor
+        r, trail = work.r, work.trail
+        fitted, overflows, reply = shape, 0, None
+        if compactor is not None and compactor.context is not None:
+            if excess := compactor.excess(self):
+                await self._compact(excess, digest)
+            if shape.max_tokens is not None:
+                fitted = compactor.fitted(shape, compactor.foreseen(self))
+        while reply is None:
+            if self._follows and trail.records and work.ticket is None and not trail.is_settled:
+                await trail.settle()  # before later steps depend on it
+            turn = self._turn_call = self._turn(fitted)
+            question = turn if send is None else send(turn.request)
+            ticket = work.claim(fitted.model, self)
+            try:
+                reply = await r.dispatcher.ask(question, r.policy, ticket=ticket, observer=turn)
+            except ContextOverflow as error:
+                overflows += 1
+                if compactor is None or overflows > 1:
+                    raise
+                fitted, excess = compactor.after(error, shape, self)
+                if fitted is shape and not (excess and await self._compact(excess, digest)):
+                    raise
+                work.tally.again = True
+            except BackendError as error:
+                if send is not None or not self._hide_images(error):
+                    raise
+        if self._images and r.sees_images is None:
+            r.note_images(accepted=not self._hides)
+        if self._cut_from is not None:
+            self._tell_of_cut(reply, self._cut_from)
+        return reply if reply.tokens is None else self._doubted(reply)
 
     def _doubted(self, reply: Reply) -> Reply:
         """Return the answer with its doubts in place of its tokens."""

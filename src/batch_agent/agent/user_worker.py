@@ -115,7 +115,7 @@ class UserWorker:
         """Return the worker's result or exception. A SystemExit must not escape from a task."""
         try:
             return await self._function(row, AgentContext(work)), None
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001
             return None, error
 
     async def _run_in_thread(self, row: object, work: Work) -> Returned:
@@ -130,7 +130,7 @@ class UserWorker:
         def call() -> Returned:
             try:
                 return context.run(self._function, row, BlockingContext(work, loop)), None
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001
                 return None, error
             finally:
                 with suppress(RuntimeError):  # the loop is closed

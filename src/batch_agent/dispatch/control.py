@@ -8,6 +8,7 @@ flight per server.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -22,6 +23,8 @@ from batch_agent.messages import Conversation, Message, Reply, Usage
 from batch_agent.scheduler.blame import outcome_of
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.server import Endpoint
+
+logger = logging.getLogger("batch_agent")
 
 CONTROL_TOKENS = 16  # of the answer: the least that all providers allow
 CONTROL_JOB = "control"  # instead of a row's id
@@ -160,7 +163,8 @@ class ControlRequests:
             endpoint.server.takes_controls = False
         except JobError:
             self._backend = None  # the run is over, or its budget is
-        except Exception:  # a user's own backend may raise anything
+        except Exception:  # by a user's own backend, or our bug
+            logger.exception("control requests to %s end here", endpoint.name)
             endpoint.server.takes_controls = False
         return None
 

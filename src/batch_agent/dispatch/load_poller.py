@@ -14,7 +14,7 @@ from typing import Protocol
 
 from batch_agent.backends.base import Backend, Load
 from batch_agent.dispatch.dispatcher import Dispatcher
-from batch_agent.errors import Unavailable
+from batch_agent.errors import BackendError, Unavailable
 from batch_agent.foreign import describe
 from batch_agent.scheduler.server import Endpoint
 
@@ -99,8 +99,11 @@ class LoadPoller:
                 load = await self._backend.load(endpoint.name)
                 if load is None:
                     raise Unavailable("no load metrics")
-        except Exception as error:
+        except (BackendError, OSError) as error:  # TimeoutError is one
             self._failed(endpoint, error)
+            return None
+        except Exception as error:  # noqa: BLE001  # by a user's backend, or our bug: with its traceback
+            self._failed(endpoint, error, unexpected=True)
             return None
         self._failures[endpoint.name] = 0
         self._dispatcher.endpoints.loaded(endpoint, load)
@@ -108,11 +111,12 @@ class LoadPoller:
             await self._watch.read(endpoint, load)
         return load
 
-    def _failed(self, endpoint: Endpoint, error: Exception) -> None:
+    def _failed(self, endpoint: Endpoint, error: Exception, unexpected: bool = False) -> None:
         failures = self._failures[endpoint.name] = self._failures.get(endpoint.name, 0) + 1
         if failures < FAILURES:
             return
         self._dispatcher.endpoints.unread(endpoint)
         if not self._warned:
             self._warned = True
-            logger.warning("%s does not report its load: %s", self._backend.name, describe(error))
+            cause = error if unexpected else None
+            logger.warning("%s does not report its load: %s", self._backend.name, describe(error), exc_info=cause)

@@ -43,7 +43,7 @@ async def _probe(backend: Probed, endpoint: str) -> Probe:
         return Probe("down", f"no answer to a probe in {PROBE_SECONDS:g} s")
     except BackendError as error:
         return Probe("down", str(error))
-    except Exception as error:  # a user's own backend may raise anything
+    except Exception as error:  # a user's own backend may raise anything  # noqa: BLE001
         return Probe("unknown", describe(error))
 
 

@@ -165,7 +165,7 @@ def _used(template: TaskTemplate, row: Mapping[str, object]) -> set[str]:
 def _checked(answer: object, schema: OutputSchema[object] | None, number: int) -> JsonValue:
     try:
         plain = cast(JsonValue, from_json(to_json(answer)))
-    except Exception as error:  # an object of the user's own
+    except Exception as error:  # an object of the user's own  # noqa: BLE001
         raise SpecError(f"examples: the answer of number {number} cannot be written as JSON: {error}") from None
     if schema is None:
         if not isinstance(plain, str):

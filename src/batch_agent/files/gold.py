@@ -153,7 +153,7 @@ def judge_of(given: object) -> Judge:
             given = resolve_name(given)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # the user's module can raise anything
+        except BaseException as error:  # the user's module can raise anything  # noqa: BLE001
             raise SpecError(f"score: {given} cannot be imported: {describe(error)}") from None
     if not callable(given):
         raise SpecError("score: a function, or its name as module:function, is needed for each field")

@@ -422,7 +422,7 @@ class Connection(asyncio.Protocol):
             response.feed(data)
             if self._on_head is not None or self._receive is not None:
                 self._stream(response)
-        except Exception as error:  # also from the code that consumes the stream
+        except Exception as error:  # also from the code that consumes the stream  # noqa: BLE001
             self._fail(error)
             return
         if response.complete:
@@ -504,7 +504,7 @@ class Connection(asyncio.Protocol):
             response.feed_end()
             if self._receive is not None:
                 self._stream(response)
-        except Exception as failure:
+        except Exception as failure:  # noqa: BLE001
             self._fail(failure)
         else:
             self._complete(response)

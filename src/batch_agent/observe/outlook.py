@@ -140,7 +140,7 @@ def examples(results: Sequence[AgentResult[Any]]) -> list[str]:
 def _short(value: object) -> str:
     try:
         text = value if isinstance(value, str) else repr(value)
-    except Exception:  # the value's class is user code
+    except Exception:  # the value's class is user code  # noqa: BLE001
         text = type(value).__name__
     return harmless(cut(text, SHOWN_CHARACTERS))
 

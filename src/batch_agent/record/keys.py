@@ -97,6 +97,6 @@ def row_of(value: object, question: str) -> bytes:
     """Return the digest of the whole input, with ``id`` and unused columns: an edited input is another row."""
     try:
         content = b"=" + to_json(value)
-    except Exception:  # a user's class may raise anything; that must not stop a run
+    except Exception:  # a user's class may raise anything; that must not stop a run  # noqa: BLE001
         content = b"?" + question.encode()
     return blake2b(content, digest_size=KEY_BYTES).digest()

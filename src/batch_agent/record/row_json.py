@@ -36,7 +36,7 @@ def encode_row(value: object, name: str | None = None) -> bytes:
     head = b"" if name is None else name.encode("utf-8", "surrogatepass") + NAMED
     try:
         return head + to_json(value)
-    except Exception as error:  # the user's own classes can raise anything
+    except Exception as error:  # the user's own classes can raise anything  # noqa: BLE001
         raise InputError(
             f"this input cannot be written as JSON, so it cannot be sent to other processes: {describe(error)}"
         ) from None

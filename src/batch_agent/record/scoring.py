@@ -47,7 +47,7 @@ def add_result(scoring: Scoring, result: AgentResult[Any], schema: OutputSchema[
     else:
         try:
             output = _plain(result.output, schema)
-        except Exception as failed:  # the user's own serializers can raise anything: no output is written for this row
+        except Exception as failed:  # the user's own serializers can raise anything: no output is written for this row  # noqa: BLE001
             ok, error = False, type(failed).__name__
     scoring.add(
         result.index,

@@ -105,7 +105,7 @@ def load(data: bytes) -> object:
         return _Plain(io.BytesIO(data)).load()
     except StoreError:
         raise
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001
         raise StoreError(f"a message of another process is damaged: {error!r}") from None
 
 

@@ -100,7 +100,7 @@ def _named(value: object) -> JsonValue:
         return name_of(value)
     try:
         return cast(JsonValue, from_json(to_json(value)))
-    except Exception:  # an object of the user's own
+    except Exception:  # an object of the user's own  # noqa: BLE001
         return type(value).__name__
 
 

@@ -54,7 +54,7 @@ class Delivery(Generic[T]):
             return
         try:
             outcome = self._on_result(result)
-        except (Exception, asyncio.CancelledError) as error:
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
             self._report(error, result)
             outcome = None
         if not inspect.isawaitable(outcome):

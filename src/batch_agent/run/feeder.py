@@ -310,7 +310,7 @@ class Feeder:
                 values = await self._rows.read(AT_ONCE if self._had_past else few)
             else:
                 values = await self._rows.read_ready(AT_ONCE)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             self.failure = error
             self.stop()
             return False

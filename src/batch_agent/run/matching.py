@@ -133,7 +133,7 @@ def _until_an_error(inputs: Iterable[object]) -> Iterator[object]:
     while True:
         try:
             value = next(rows)
-        except Exception:  # StopIteration, or any error of the user's code
+        except Exception:  # StopIteration, or any error of the user's code  # noqa: BLE001
             return
         yield value
 

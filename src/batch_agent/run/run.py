@@ -742,7 +742,7 @@ class Run(Generic[T]):
                 if ended == "pilot":
                     self._feeder.record_pilot()
                 failed = await self._feeder.end(facts) or failed
-            except Exception as error:  # any error: the run must not appear successful
+            except Exception as error:  # any error: the run must not appear successful  # noqa: BLE001
                 failed = failed or error
         if self.serving is not None:
             await to_its_end(asyncio.ensure_future(self.serving.close()))

@@ -109,7 +109,7 @@ def imported(name: str) -> object:
         return resolve_name(name)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # the user's module can raise anything
+    except BaseException as error:  # the user's module can raise anything  # noqa: BLE001
         raise SpecError(
             f"{name} cannot be imported: {describe(error)}; name its directory with --import-from"
         ) from None

@@ -50,7 +50,7 @@ def text_of(value: object) -> str:
         text = str(value if type(value).__str__ is not object.__str__ else plain(value))
     except KeyboardInterrupt:
         raise
-    except BaseException:
+    except BaseException:  # noqa: BLE001
         text = str(plain(value))
     return _cut(text)
 
@@ -77,7 +77,7 @@ class _Walk:
             return self._container(id(value), items, depth) if isinstance(items, dict | list) else items
         except KeyboardInterrupt:
             raise
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001
             return f"<{type(value).__name__}, unreadable: {describe(error)}>"
 
     def _container(self, identity: int, items: Items, depth: int) -> JsonValue:

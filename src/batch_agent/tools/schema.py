@@ -94,7 +94,7 @@ class Signature:
                     problems += _problems(name, error)
                 except KeyboardInterrupt:
                     raise
-                except BaseException as error:  # raised by a validator of the user
+                except BaseException as error:  # raised by a validator of the user  # noqa: BLE001
                     problems.append(f"{name}: {describe(error)}")
             elif self.extra and name != self.context:
                 values[name] = value

@@ -98,7 +98,7 @@ def _call(context: contextvars.Context, function: Callable[[], T]) -> Callable[[
     """
     try:
         value = context.run(function)
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001
         caught = error
 
         def again() -> T:

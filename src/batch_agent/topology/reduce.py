@@ -327,7 +327,7 @@ class ReduceNode:
         try:
             plain = result.output if schema is None else schema.to_plain(result.output)
             line = _line(_head("ok", part), output=plain)
-        except Exception as error:  # the user's own serializers may raise anything
+        except Exception as error:  # the user's own serializers may raise anything  # noqa: BLE001
             self._settle(part, _unwritable(error), result)
         else:
             self._send(self._tree.reduced(part, part.covered(*line)))
@@ -400,7 +400,7 @@ def leaf(item: Item) -> Row:
     if item.error is None:
         try:
             return Row(*_line(_told_row("ok", item), output=item.value), index, index, covers=(index,))
-        except Exception as error:  # the user's own classes may raise anything
+        except Exception as error:  # the user's own classes may raise anything  # noqa: BLE001
             item = dataclasses.replace(item, error=_unwritable(error))
     assert item.error is not None
     line = _line(_told_row("error", item), error=_told(item.error))

@@ -59,7 +59,7 @@ class GoldField:
                 self.check(value)
             except ValueError as error:
                 raise ValueError(str(error)) from None
-            except Exception as error:  # a validator of the schema, which may raise anything
+            except Exception as error:  # a validator of the schema, which may raise anything  # noqa: BLE001
                 raise ValueError(str(error).partition("\n")[0]) from None
         return value
 

@@ -179,7 +179,7 @@ class EmbeddedEngine:
             return
         try:
             request = self._parse(message)
-        except Exception as error:  # from the engine's template, tokenizer or option checks; affects only this request
+        except Exception as error:  # from the engine's template, tokenizer or option checks; affects only this request  # noqa: BLE001
             self.send({"id": message["id"], "error": "invalid", "message": str(error)})
             return
         room = self._context - len(request.tokens)
@@ -353,7 +353,7 @@ def main() -> NoReturn:
     try:
         engine = EmbeddedEngine(config, wire)
         engine.serve(inbox)
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001
         suspects = engine.suspects() if engine else []
         wire.write(orjson.dumps({"fatal": f"{type(error).__name__}: {error}", "suspects": suspects}) + b"\n")
         wire.flush()

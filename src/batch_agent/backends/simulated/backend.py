@@ -170,7 +170,7 @@ class SimulatedBackend(Backend):
                         on_tool_call(call)
                 if sequence.ended:
                     done.set_result(None)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001
                 # The error belongs to this caller; raised here it would stop the engine for all callers.
                 done.set_exception(error)
 

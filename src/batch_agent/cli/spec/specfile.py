@@ -333,7 +333,7 @@ def _import_module(name: str, beside: Path) -> object:
         raise SpecError(_import_failure(name, error)) from None
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # includes SystemExit of a script
+    except BaseException as error:  # includes SystemExit of a script  # noqa: BLE001
         raise SpecError(_import_failure(name, error)) from None
 
 

@@ -590,7 +590,7 @@ def _configured(client: Client, name: str, target: dict[str, str]) -> str | None
     """Return a setting of the server; None if the server does not allow reading it."""
     try:
         found = client.execute_command("CONFIG", "GET", name, **target)
-    except Exception:  # managed servers forbid CONFIG
+    except Exception:  # managed servers forbid CONFIG  # noqa: BLE001
         return None
     while isinstance(found, dict) and found and isinstance(next(iter(found.values())), dict):
         found = next(iter(found.values()))

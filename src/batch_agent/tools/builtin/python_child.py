@@ -49,7 +49,7 @@ def main(path: str, memory_bytes: str, cpu_seconds: str, file_bytes: str) -> int
     limit(int(memory_bytes), int(cpu_seconds), int(file_bytes))
     try:
         run(Path(path).read_text(encoding="utf-8"))
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001
         sys.stdout.flush()
         sys.stderr.write(explain(error))
         return 1

@@ -404,7 +404,7 @@ class _Session:
                 await self.over.wait()
         except ToolError as error:
             self._fail(error)
-        except Exception as error:  # the session broke, and its calls have failed
+        except Exception as error:  # the session broke, and its calls have failed  # noqa: BLE001
             self._fail(ToolFailed(f"the MCP server {self._server.label} is not usable: {reason_of(error)}"))
         finally:
             self.over.set()

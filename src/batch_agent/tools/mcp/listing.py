@@ -149,7 +149,7 @@ def _listed(server: McpServer) -> list[ToolOffer]:
         raise SpecError(str(error)) from None
     except TimeoutError:
         raise SpecError(f"the MCP server {server.label} does not list its tools") from None
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001
         raise SpecError(f"the MCP server {server.label} does not list its tools: {reason_of(error)}") from None
 
 
