@@ -12,6 +12,8 @@ import random
 import socket
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from weakref import WeakSet
 
@@ -50,6 +52,7 @@ else:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
+PATIENCE = 10.0  # seconds for which a lock is waited for that others hold for a moment
 ADVICE = "wait for it, stop it, or use another run directory"
 LOOKS = 50  # number of attempts while other processes only look, some milliseconds each
 
@@ -104,6 +107,30 @@ def _take_patiently(descriptor: int) -> None:
             _look(descriptor)  # raises OSError if a process holds the lock
         time.sleep(random.uniform(0.001, 0.01))
     _take(descriptor)
+
+
+@contextmanager
+def exclusively(path: Path) -> Iterator[None]:
+    """Hold a lock that each process holds only for a moment. Raises StoreError if one holds it for longer."""
+    descriptor = private(path, os.O_RDWR | os.O_CREAT)
+    try:
+        until = time.monotonic() + PATIENCE
+        while True:
+            try:
+                _take(descriptor)
+                break
+            except OSError:
+                if time.monotonic() >= until:
+                    raise StoreError(
+                        f"{path} is held by another process for {PATIENCE:.0f} s; stop that process"
+                    ) from None
+            time.sleep(random.uniform(0.001, 0.01))
+        try:
+            yield
+        finally:
+            _free(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def is_locked(path: Path) -> bool | None:

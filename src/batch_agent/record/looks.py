@@ -10,19 +10,14 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from batch_agent.errors import StoreError
+from batch_agent.record.lock import exclusively
 from batch_agent.record.private import DIRECTORY, private
-
-if sys.platform == "win32":
-    import msvcrt
-else:
-    import fcntl
 
 logger = logging.getLogger("batch_agent")
 
@@ -76,16 +71,8 @@ def _opened() -> Iterator[Path]:
     directory = state_directory()
     directory.mkdir(DIRECTORY, parents=True, exist_ok=True)
     path = directory / LEDGER
-    with open(directory / f"{LEDGER}.lock", "a", opener=private) as lock:
-        _lock(lock.fileno())  # the end of the process frees it
+    with exclusively(directory / f"{LEDGER}.lock"):
         yield path
-
-
-def _lock(descriptor: int) -> None:
-    if sys.platform == "win32":
-        msvcrt.locking(descriptor, msvcrt.LK_LOCK, 1)
-    else:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
 def _of_gold(path: Path, digests: Mapping[str, str]) -> list[Line]:

@@ -1,0 +1,330 @@
+"""What people have answered, and which row a person gets next.
+
+The log of a review is a list of events, which only grows. ``Review`` is what they say together: of each row and queue
+the judgements that stand, who holds it, and the verdict. It knows no clock: the caller says what time it is.
+
+Two queues: in the *audit* a person sees the row alone, in the *repair* also the answer of the model. A judgement in one
+queue is none in the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from pydantic import JsonValue
+
+from batch_agent.trust.gold import normalised
+from batch_agent.trust.intervals import Share, share
+from batch_agent.trust.order import KeyedOrder
+
+Queue = Literal["audit", "repair"]
+EventKind = Literal["answer", "none", "skip", "undo", "lease", "free", "audit"]
+VerdictKind = Literal["open", "answer", "none", "skipped", "disputed"]
+AUDIT: Queue = "audit"
+REPAIR: Queue = "repair"
+QUEUES: tuple[Queue, ...] = (AUDIT, REPAIR)
+
+OVERLAP_KEY = "batch-agent overlap"
+AUDIT_KEY = "batch-agent audit"  # of an audit without a promise; not that of the pilot, whose rows were looked at
+MOST_SKIPS = 2  # of a row in the audit, after which it is wrong
+JUDGES = 3  # the third decides
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A line of the log. ``row`` is the position of a row, ``input`` a digest of its input when it was shown.
+
+    ``answer``, ``none`` (no right answer exists) and ``skip`` are a person's. ``undo`` takes back the event ``undoes``.
+    ``lease`` gives a row to a person ``until`` a time; None: until it is judged or freed. ``audit`` says that the
+    first ``rows`` rows of the order are audited.
+    """
+
+    n: int
+    kind: EventKind
+    who: str = ""
+    at: float = 0.0
+    row: int = -1
+    id: str = ""
+    queue: Queue = REPAIR
+    input: str = ""
+    output: JsonValue = None
+    undoes: int = 0
+    until: float | None = None
+    rows: int = 0
+
+
+class Verdict(NamedTuple):
+    """What people say of a row in a queue. ``open``: nobody has judged it. ``skipped``: it was skipped twice, which
+    counts as wrong. ``disputed``: two differ, and a third decides; until then it is wrong. ``judges`` is the number of
+    people who judged it."""
+
+    kind: VerdictKind = "open"
+    output: JsonValue = None
+    judges: int = 0
+
+    @property
+    def decided(self) -> bool:
+        """Whether there is an answer that counts, or it is said that there is none."""
+        return self.kind in ("answer", "none")
+
+
+class Place(NamedTuple):
+    """A row in a queue, as a reader of the record knows it now. ``input`` is the digest of its input; "": unknown."""
+
+    row: int
+    id: str
+    queue: Queue
+    input: str = ""
+
+
+class Left(NamedTuple):
+    """Rows of a queue. ``open``: nobody has judged them. ``disputed``: two people differ. ``second``: they wait for a
+    second person. ``yours``: those of all these that this person may judge. ``judged``: with a judgement or given
+    up."""
+
+    open: int = 0
+    disputed: int = 0
+    second: int = 0
+    yours: int = 0
+    judged: int = 0
+
+
+@lru_cache(4096)
+def person(name: str) -> str:
+    """Return what identifies a person: a name is the same in any case and spacing."""
+    return normalised(name)
+
+
+@dataclass(slots=True)
+class _Judged:
+    """The events of one row in one queue."""
+
+    standing: list[Event] = field(default_factory=list)  # answers, and 'no right answer', one per person
+    skips: list[Event] = field(default_factory=list)
+    leases: dict[str, Event] = field(default_factory=dict)  # person → latest; it stays when its time is over
+
+    def of(self, digest: str) -> tuple[list[Event], list[Event]]:
+        """Return the judgements and skips of the row as it is now: an edit of the row voids those before it."""
+        if not digest:
+            return self.standing, self.skips
+        return [each for each in self.standing if each.input == digest], [
+            each for each in self.skips if each.input == digest
+        ]
+
+
+class Review:
+    """``same`` says whether two answers are the same. ``overlap`` is the share of rows that two people judge."""
+
+    def __init__(self, same: Callable[[JsonValue, JsonValue], bool], *, overlap: float) -> None:
+        self._same, self._overlap = same, overlap
+        self._order = KeyedOrder(OVERLAP_KEY)
+        self.clear()
+
+    # Events
+
+    def clear(self) -> None:
+        """Forget all events."""
+        self._rows: dict[tuple[int, Queue], _Judged] = {}
+        self._own: dict[str, list[Event]] = {}  # person → judgements and skips that stand, in order
+        self._events: dict[int, Event] = {}  # judgements and skips by number
+        self.names: dict[str, str] = {}  # person → name as it was first given
+        self.audit_rows = 0  # asked for without a promise
+
+    def add(self, events: Iterable[Event]) -> None:
+        """Take the next events of the log."""
+        for event in events:
+            self._add(event)
+
+    def _add(self, event: Event) -> None:
+        who = person(event.who)
+        if event.kind == "audit":
+            self.audit_rows = max(self.audit_rows, event.rows)
+            return
+        if event.kind == "undo":
+            self._undo(event, who)
+            return
+        judged = self._rows.setdefault((event.row, event.queue), _Judged())
+        if event.kind == "lease":
+            judged.leases[who] = event
+            return
+        if event.kind == "free":
+            judged.leases.pop(who, None)
+            return
+        self.names.setdefault(who, event.who)
+        judged.leases.pop(who, None)
+        if event.kind == "skip":
+            judged.skips.append(event)
+        else:
+            judged.standing = [each for each in judged.standing if person(each.who) != who or each.input != event.input]
+            judged.standing.append(event)
+        self._own.setdefault(who, []).append(event)
+        self._events[event.n] = event
+
+    def _undo(self, event: Event, who: str) -> None:
+        """Take back an event. Only its own person can do that."""
+        undone = self._events.get(event.undoes)
+        if undone is None or person(undone.who) != who:
+            return
+        del self._events[event.undoes]
+        judged = self._rows[undone.row, undone.queue]
+        for some in (judged.standing, judged.skips, self._own[who]):
+            if undone in some:
+                some.remove(undone)
+
+    # Rows
+
+    def verdict(self, row: int, queue: Queue, digest: str = "") -> Verdict:
+        """Return what people say of a row. ``digest`` is that of its input now: judgements of another are void."""
+        judged = self._rows.get((row, queue))
+        if judged is None:
+            return Verdict()
+        standing, skips = judged.of(digest)
+        if not standing:
+            return Verdict("skipped" if queue == AUDIT and len(skips) >= MOST_SKIPS else "open")
+        first = standing[0]
+        if len(standing) > 1 and not self._agree(first, standing[1]):
+            if len(standing) < JUDGES:
+                return Verdict("disputed", None, len(standing))
+            first = standing[JUDGES - 1]
+        return Verdict("answer" if first.kind == "answer" else "none", first.output, len(standing))
+
+    def void(self, row: int, queue: Queue, digest: str) -> int:
+        """Return how many judgements of a row do not count, because its input is another now."""
+        judged = self._rows.get((row, queue))
+        return 0 if judged is None else sum(each.input != digest for each in judged.standing)
+
+    def judged_rows(self) -> Iterator[tuple[int, Queue]]:
+        """Yield the rows that somebody has judged or skipped, with their queues."""
+        return (key for key, judged in self._rows.items() if judged.standing or judged.skips)
+
+    def overlaps(self, name: str) -> bool:
+        """Return whether two people judge the row with this id. It is drawn by a hash, so nobody can choose it."""
+        return int.from_bytes(self._order.rank(name)[:8]) < self._overlap * 2**64
+
+    def _agree(self, one: Event, other: Event) -> bool:
+        return one.kind == other.kind and (one.kind == "none" or self._same(one.output, other.output))
+
+    def _wanted(self, place: Place, judged: _Judged) -> int:
+        """Return how many people should judge a row."""
+        standing, skips = judged.of(place.input)
+        if place.queue == AUDIT and len(skips) >= MOST_SKIPS:
+            return len(standing)
+        if len(standing) > 1 and not self._agree(standing[0], standing[1]):
+            return JUDGES
+        return 2 if self.overlaps(place.id) else 1
+
+    def _others_hold(self, judged: _Judged, who: str, now: float) -> int:
+        return sum(_holds(lease, now) for name, lease in judged.leases.items() if name != who)
+
+    def may_judge(self, place: Place, name: str, now: float | None) -> bool:
+        """Return whether a person may get a row now. ``now`` None: or later, when the leases of others are over."""
+        return self._may(place, person(name), now)
+
+    def _may(self, place: Place, who: str, now: float | None) -> bool:
+        judged = self._rows.get((place.row, place.queue))
+        if judged is None:
+            return True
+        standing, _ = judged.of(place.input)
+        if any(person(each.who) == who for each in standing):
+            return False
+        held = 0 if now is None else self._others_hold(judged, who, now)
+        return len(standing) + held < self._wanted(place, judged)
+
+    # A person
+
+    def next_of(self, places: Iterable[Place], name: str, now: float) -> Place | None:
+        """Return the row that a person gets next: the one that the person holds, else the first that waits; rows that
+        the person has skipped come last."""
+        who, first, last = person(name), None, None
+        fewest = 0
+        for place in places:
+            judged = self._rows.get((place.row, place.queue))
+            if judged is None:
+                first = first or place
+                continue
+            if not self._may(place, who, now):
+                continue
+            lease = judged.leases.get(who)
+            if lease is not None and _holds(lease, now):
+                return place
+            skipped = sum(person(each.who) == who for each in judged.of(place.input)[1])
+            if not skipped:
+                first = first or place
+            elif last is None or skipped < fewest:
+                last, fewest = place, skipped
+        return first or last
+
+    def refusal(self, place: Place, name: str) -> str:
+        """Return why a person cannot judge a row; "" if that is possible. An answer after the end of the lease counts
+        if nobody else has answered, else as a second one."""
+        who = person(name)
+        judged = self._rows.get((place.row, place.queue))
+        standing = [] if judged is None else judged.of(place.input)[0]
+        if any(person(each.who) == who for each in standing):
+            return "you have judged this row already: undo that first"
+        if judged is None or who not in judged.leases:
+            return "this row was not given to you: ask for the next row"
+        if place.queue == AUDIT and not standing and len(judged.of(place.input)[1]) >= MOST_SKIPS:
+            return "this row was skipped twice, and counts as wrong"
+        return ""
+
+    def last_of(self, name: str) -> Event | None:
+        """Return the latest judgement or skip of a person that stands."""
+        own = self._own.get(person(name))
+        return own[-1] if own else None
+
+    def own_answer(self, place: Place, name: str) -> Event | None:
+        """Return what a person has said of a row."""
+        judged = self._rows.get((place.row, place.queue))
+        own = () if judged is None else judged.of(place.input)[0]
+        return next((each for each in own if person(each.who) == person(name)), None)
+
+    def held_by(self, name: str, now: float, *, for_good: bool = False) -> list[Event]:
+        """Return the leases of a person; with ``for_good`` only those without an end, which a file has taken."""
+        found = (judged.leases.get(person(name)) for judged in self._rows.values())
+        return [each for each in found if each and _holds(each, now) and (each.until is None or not for_good)]
+
+    # Numbers
+
+    def left(self, places: Iterable[Place], name: str = "") -> dict[Queue, Left]:
+        """Return what is left of each queue."""
+        counts, who = {queue: [0] * len(Left._fields) for queue in QUEUES}, person(name)
+        for place in places:
+            count, judged = counts[place.queue], self._rows.get((place.row, place.queue))
+            verdict = Verdict() if judged is None else self.verdict(place.row, place.queue, place.input)
+            if verdict.kind == "open":
+                count[0] += 1
+            elif verdict.kind == "disputed":
+                count[1] += 1
+            elif judged is not None and verdict.judges == 1 and self._wanted(place, judged) > 1:
+                count[2] += 1
+            count[3] += bool(who) and self._may(place, who, None)
+            count[4] += verdict.kind != "open"
+        return {queue: Left(*count) for queue, count in counts.items()}
+
+    @property
+    def people(self) -> list[str]:
+        """The names of those who have judged."""
+        return [name for who, name in self.names.items() if self._own.get(who)]
+
+    @property
+    def judgements(self) -> int:
+        """The number of judgements that stand, second and third ones included."""
+        return sum(len(judged.standing) for judged in self._rows.values())
+
+    def agreement(self, queue: Queue | None = None) -> Share | None:
+        """Return the share of the rows with two judgements in which both are the same, with its exact interval; None
+        if no row has two."""
+        pairs = [
+            self._agree(*judged.standing[:2])
+            for (_, own), judged in self._rows.items()
+            if len(judged.standing) > 1 and queue in (None, own)
+        ]
+        return share(sum(pairs), len(pairs)) if pairs else None
+
+
+def _holds(lease: Event, now: float) -> bool:
+    return lease.until is None or now < lease.until
