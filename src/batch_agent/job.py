@@ -90,6 +90,24 @@ class Timings:
     first_token: float | None = None
 
 
+@value_type
+class Earlier:
+    """The answer of one entry of a cascade that did not stay the answer of its row. ``name`` is the entry."""
+
+    name: str
+    output: object = None
+    error: AgentError | None = None
+    doubts: Mapping[str, float | None] | None = None
+    votes: Mapping[str, Mapping[str, Any]] | None = None
+    usage: Usage = field(default_factory=Usage)
+    cost: float | None = None
+
+    @property
+    def doubt(self) -> float | None:
+        """The largest doubt of a field, as that of a result."""
+        return largest_doubt(self.doubts)
+
+
 class _WithTexts:
     """``_read_texts`` returns the ``raw_text`` and the ``messages`` of a result that came as bytes. They are large, and
     most results are only counted and written, so they are decoded when they are first read."""
@@ -148,6 +166,9 @@ class BaseResult(_WithTexts, Generic[T_co]):
     votes: Mapping[str, Mapping[str, Any]] | None = None
     samples: tuple[T_co | None, ...] = ()  # the outputs of the samples that were asked; None for one that failed
     doubts: Mapping[str, float | None] | None = None  # with doubt=True, by field; None for a field: not known
+    answered_by: str | None = None  # with a cascade: the name of the entry that gave the output
+    earlier: tuple[Earlier, ...] = ()  # with a cascade: the answers that did not stay, in the order they were asked
+    waits_for: str | None = None  # with a cascade: "people", or an entry that could not answer; else None
 
     def __new__(
         cls, index: int = 0, job_id: str = "", input: object = None, ok: bool | None = None, *rest: Any, **named: Any
@@ -164,12 +185,17 @@ class BaseResult(_WithTexts, Generic[T_co]):
     @property
     def doubt(self) -> float | None:
         """The largest doubt of a field: a rank from 0, certain, to 1. None if no doubt is known."""
-        return max((doubt for doubt in (self.doubts or {}).values() if doubt is not None), default=None)
+        return largest_doubt(self.doubts)
+
+    @property
+    def escalated(self) -> bool:
+        """Whether the row still waits for an answer of people, or of an entry of its cascade that could not answer."""
+        return self.waits_for is not None
 
     def as_failure(self, error: AgentError) -> Failure:
         """Return the same job as a failure, when its output turns out to be unusable."""
         known = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Failure(**{**known, "ok": False, "output": None, "error": error, "doubts": None})
+        return Failure(**{**known, "ok": False, "output": None, "error": error, "doubts": None, "answered_by": None})
 
     def __bool__(self) -> bool:
         return self.ok
@@ -222,6 +248,10 @@ if TYPE_CHECKING:
     AgentResult: TypeAlias = Success[T_co] | Failure
 else:
     AgentResult = BaseResult
+
+
+def largest_doubt(doubts: Mapping[str, float | None] | None) -> float | None:
+    return max((doubt for doubt in (doubts or {}).values() if doubt is not None), default=None)
 
 
 def cut(text: str, limit: int = SHOWN_CHARACTERS) -> str:

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import Invalid
 from batch_agent.foreign import describe
-from batch_agent.job import AgentError, AgentResult, Timings, UnreadableRow
+from batch_agent.job import AgentError, AgentResult, Earlier, Timings, UnreadableRow
 from batch_agent.messages import Attachment, Usage
 
 # Read here, because orjson takes long to read a dataclass with slots.
@@ -70,6 +70,29 @@ def result_record(result: AgentResult[object]) -> dict[str, object]:
         record["votes"], record["samples"] = result.votes, result.samples
     if result.doubts is not None:
         record["doubt"], record["doubts"] = result.doubt, result.doubts
+    if result.answered_by is not None:
+        record["answered_by"] = result.answered_by
+    if result.earlier:
+        record["earlier"] = [earlier_record(each) for each in result.earlier]
+    if result.waits_for is not None:
+        record["escalated"], record["waits_for"] = True, result.waits_for
+    return record
+
+
+def earlier_record(earlier: Earlier) -> dict[str, object]:
+    """Return the fields of an answer that did not stay. Its output is plain already."""
+    record: dict[str, object] = {
+        "name": earlier.name,
+        "output": earlier.output,
+        "error": error_record(earlier.error),
+        "usage": dict(zip(_USAGE, _usage_of(earlier.usage), strict=True)),
+    }
+    if earlier.cost is not None:
+        record["cost"] = earlier.cost
+    if earlier.doubts is not None:
+        record["doubt"], record["doubts"] = earlier.doubt, earlier.doubts
+    if earlier.votes is not None:
+        record["votes"] = earlier.votes
     return record
 
 

@@ -77,6 +77,8 @@ OWN = (
 TRUST = (  # if a row has them
     Column("doubt", ("doubt",), "float"),
     Column("votes", ("votes",), "text"),
+    Column("answered_by", ("answered_by",), "text"),
+    Column("escalated", ("escalated",), "bool"),
     Column("gold", ("gold",), "text"),
     Column("right", ("right",), "bool"),
 )

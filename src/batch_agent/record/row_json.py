@@ -15,7 +15,7 @@ from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import InputError, Invalid, OutputError, StoreError
 from batch_agent.files.results import from_json, result_line, to_json, unwritten
 from batch_agent.foreign import describe
-from batch_agent.job import AgentError, AgentResult, BaseResult, Timings
+from batch_agent.job import AgentError, AgentResult, BaseResult, Earlier, Timings
 from batch_agent.messages import Image, Message, Usage
 from batch_agent.outputs.validate import parse_output
 from batch_agent.record.codec import from_message, to_message
@@ -171,9 +171,25 @@ def _decoded(data: bytes, index: int, *, resumed: bool) -> tuple[AgentResult[obj
         votes=record.get("votes"),
         samples=tuple(record.get("samples", ())),
         doubts=record.get("doubts"),
+        answered_by=record.get("answered_by"),
+        earlier=tuple(map(_earlier_of, record.get("earlier", ()))),
+        waits_for=record.get("waits_for"),
     )
     result.read_later(partial(_texts, texts, index))
     return cast("AgentResult[object]", result), int(worker)
+
+
+def _earlier_of(record: Mapping[str, Any]) -> Earlier:
+    error = record["error"]
+    return Earlier(
+        record["name"],
+        record["output"],
+        None if error is None else AgentError(**error),
+        record.get("doubts"),
+        record.get("votes"),
+        Usage(**record["usage"]),
+        record.get("cost"),
+    )
 
 
 def _texts(data: bytes, index: int) -> tuple[str, tuple[Message, ...]]:
