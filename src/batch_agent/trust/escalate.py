@@ -1,7 +1,7 @@
-"""Which answers of an entry of a cascade go on to the next one: a rule such as ``doubt > 0.3 or output.unsure``.
+"""Which answers of an entry of a cascade escalate to the next entry: a rule such as ``doubt > 0.3 or output.unsure``.
 
-A rule is a text, which this module parses, or a function of the result. A row that failed by its content goes on under
-every rule. A value that the rule needs and that is not known (a doubt that is None) sends the row on too. Pure.
+A rule is a text, which this module parses, or a function of the result. A row that failed by its content escalates
+under every rule. So does a row with an unknown value that the rule needs, such as a doubt that is None. Pure.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _UnknownError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class Escalation:
     """``text`` is how the user wrote it; for a function, its name. ``doubts``, ``votes`` and ``outputs`` are the fields
     that it reads; a doubt without a field is ``""``."""
 
@@ -66,7 +66,7 @@ class Rule:
         return bool(self.doubts)
 
     def decides(self, result: AgentResult[object], output: JsonValue = None) -> bool:
-        """Return whether the row goes on. ``output`` is its output as plain JSON. A function of the user may raise
+        """Return whether the row escalates. ``output`` is its output as plain JSON. A function of the user may raise
         anything."""
         if not result.ok:
             return failed_by_content(result.error)
@@ -76,13 +76,13 @@ class Rule:
             return True
 
 
-def rule_of(given: str | Function) -> Rule:
+def rule_of(given: str | Function) -> Escalation:
     """Return the rule that a text or a function gives. Raises SpecError, which shows the place."""
     if callable(given):
         function = given
         name = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', type(function).__name__)}"
-        return Rule(name, lambda result, output: function(result), function=function)
-    return _Parser(given).rule()
+        return Escalation(name, lambda result, output: function(result), function=function)
+    return _RuleReader(given).rule()
 
 
 def is_reference(text: str) -> bool:
@@ -142,7 +142,7 @@ class _Term:
 
 
 @dataclass(slots=True)
-class _Parser:
+class _RuleReader:
     text: str
     _tokens: list[_Token] = field(default_factory=list)
     _next: int = 0
@@ -150,12 +150,14 @@ class _Parser:
     _votes: set[str] = field(default_factory=set)
     _outputs: set[str] = field(default_factory=set)
 
-    def rule(self) -> Rule:
+    def rule(self) -> Escalation:
         self._read()
         test = self._either()
         if self._now.kind != "end":
             self._fail(self._now, f"{self._now.text!r} is not expected; join conditions by and, or, not and brackets")
-        return Rule(self.text.strip(), test, frozenset(self._doubts), frozenset(self._votes), frozenset(self._outputs))
+        return Escalation(
+            self.text.strip(), test, frozenset(self._doubts), frozenset(self._votes), frozenset(self._outputs)
+        )
 
     def _read(self) -> None:
         at = 0
