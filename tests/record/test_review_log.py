@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.record.redis_servers import needs_redis, redis_server
 
 from batch_agent.errors import StoreError
 from batch_agent.record.review import REVIEW, DirectoryLog, ReviewLog, event_of, line_of
-from batch_agent.trust.review import AUDIT, Event, Place, Review
-from tests.record.redis_servers import needs_redis, redis_server
+from batch_agent.trust.review import AUDIT, Event, Review, ReviewRow
 
-PLACES = [Place(row, f"T-{row}", AUDIT, "same") for row in range(40)]
+PLACES = [ReviewRow(row, f"T-{row}", AUDIT, "same") for row in range(40)]
 
 
 def answer(n: int, row: int, who: str = "ada", output: object = None) -> Event:
@@ -57,9 +57,11 @@ def test_a_line_says_what_the_event_says(event: Event) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    [b"", b"{", b"[]", b'{"n":1}', b'{"n":1,"kind":"eat"}', b'{"kind":"skip","row":"x"}', b'{"kind":"lease","until":[]}',
-     b'{"kind":"answer","who":7}', b'{"kind":"answer","queue":"both"}', b"\xff\xfe"],
-)  # fmt: skip
+    [
+        *(b"", b"{", b"[]", b'{"n":1}', b'{"n":1,"kind":"eat"}', b"\xff\xfe", b'{"kind":"skip","row":"x"}'),
+        *(b'{"kind":"lease","until":[]}', b'{"kind":"answer","who":7}', b'{"kind":"answer","queue":"both"}'),
+    ],
+)
 def test_a_line_that_says_no_event_is_passed_over(line: bytes) -> None:
     assert event_of(line, 1) is None
 
@@ -139,7 +141,7 @@ def test_on_a_full_disk_the_error_is_said_and_nothing_is_lost(tmp_path: Path) ->
 def _reviewer(directory: Path, who: str) -> None:
     log, review = DirectoryLog(directory), Review(lambda one, other: one == other, overlap=0.0)
 
-    def take(now: float) -> tuple[list[Event], Place | None]:
+    def take(now: float) -> tuple[list[Event], ReviewRow | None]:
         place = review.next_of(PLACES, who, now)
         if place is None:
             return [], None

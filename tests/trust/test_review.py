@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batch_agent.trust.review import AUDIT, REPAIR, Event, Place, Review, Verdict
+from batch_agent.trust.review import AUDIT, REPAIR, Event, PeopleVerdict, Review, ReviewRow
 
 NOBODY = 0.0  # overlap: no row is for two
 ALL = 1.0
@@ -26,13 +26,13 @@ class Log:
         self.n += 1
         self.review.add([replace(event, n=self.n)])
 
-    def next(self, who: str, places: list[Place], now: float = 0.0) -> Place | None:
+    def next(self, who: str, places: list[ReviewRow], now: float = 0.0) -> ReviewRow | None:
         place = self.review.next_of(places, who, now)
         if place is not None:
             self.put(Event(0, "lease", who, now, place.row, place.id, place.queue, place.input, until=now + self.lease))
         return place
 
-    def say(self, who: str, place: Place, kind: Any = "answer", output: Any = None, now: float = 0.0) -> str:
+    def say(self, who: str, place: ReviewRow, kind: Any = "answer", output: Any = None, now: float = 0.0) -> str:
         if why := self.review.refusal(place, who):
             return why
         self.put(Event(0, kind, who, now, place.row, place.id, place.queue, place.input, output))
@@ -44,12 +44,12 @@ class Log:
             self.put(Event(0, "undo", who, row=last.row, queue=last.queue, undoes=last.n))
         return last
 
-    def verdict(self, place: Place) -> Verdict:
+    def verdict(self, place: ReviewRow) -> PeopleVerdict:
         return self.review.verdict(place.row, place.queue, place.input)
 
 
-def places(count: int, queue: Any = AUDIT) -> list[Place]:
-    return [Place(row, f"T-{row}", queue, "same") for row in range(count)]
+def places(count: int, queue: Any = AUDIT) -> list[ReviewRow]:
+    return [ReviewRow(row, f"T-{row}", queue, "same") for row in range(count)]
 
 
 def test_a_row_that_somebody_holds_is_given_to_nobody_else_until_the_lease_ends() -> None:
@@ -70,7 +70,7 @@ def test_a_late_answer_counts_if_nobody_else_has_answered() -> None:
     log, rows = Log(), places(1)
     log.next("ada", rows)
     assert log.say("ada", rows[0], output="yes", now=5000.0) == ""
-    assert log.verdict(rows[0]) == Verdict("answer", "yes", 1)
+    assert log.verdict(rows[0]) == PeopleVerdict("answer", "yes", 1)
 
 
 def test_a_late_answer_to_a_row_that_another_has_answered_is_a_second_one() -> None:
@@ -82,7 +82,7 @@ def test_a_late_answer_to_a_row_that_another_has_answered_is_a_second_one() -> N
     assert log.verdict(rows[0]).kind == "disputed"
     assert log.next("eve", rows, now=703.0) == rows[0], "a third decides"
     log.say("eve", rows[0], output="yes", now=704.0)
-    assert log.verdict(rows[0]) == Verdict("answer", "yes", 3)
+    assert log.verdict(rows[0]) == PeopleVerdict("answer", "yes", 3)
 
 
 def test_a_row_that_was_not_given_to_a_person_is_not_judged_by_that_person() -> None:
@@ -99,7 +99,7 @@ def test_nobody_judges_a_row_twice() -> None:
     log.say("ada", rows[0], output="yes")
     assert log.next("ada", rows) is None
     assert "already" in log.say("ada", rows[0], output="no")
-    assert log.verdict(rows[0]) == Verdict("answer", "yes", 1)
+    assert log.verdict(rows[0]) == PeopleVerdict("answer", "yes", 1)
 
 
 def test_rows_of_the_overlap_go_to_two_people_and_their_agreement_is_counted() -> None:
@@ -171,7 +171,7 @@ def test_undo_takes_back_the_latest_of_ones_own_again_and_again() -> None:
         assert undone.row == row
         assert log.verdict(rows[row]).kind == "open"
     assert log.undo("ada") is None
-    assert log.verdict(rows[1]) == Verdict("answer", "bob", 1)
+    assert log.verdict(rows[1]) == PeopleVerdict("answer", "bob", 1)
 
 
 def test_nobody_undoes_what_another_has_answered() -> None:
@@ -179,14 +179,14 @@ def test_nobody_undoes_what_another_has_answered() -> None:
     log.next("ada", rows)
     log.say("ada", rows[0], output="yes")
     log.put(Event(0, "undo", "bob", row=0, queue=AUDIT, undoes=2))
-    assert log.verdict(rows[0]) == Verdict("answer", "yes", 1)
+    assert log.verdict(rows[0]) == PeopleVerdict("answer", "yes", 1)
 
 
 def test_no_right_answer_is_a_judgement_that_differs_from_every_answer() -> None:
     log, rows = Log(ALL), places(1)
     log.next("ada", rows)
     log.say("ada", rows[0], "none")
-    assert log.verdict(rows[0]) == Verdict("none", None, 1)
+    assert log.verdict(rows[0]) == PeopleVerdict("none", None, 1)
     log.next("bob", rows)
     log.say("bob", rows[0], output=None)
     assert log.verdict(rows[0]).kind == "disputed"
@@ -210,7 +210,7 @@ def test_an_edit_of_a_row_voids_what_people_said_of_it() -> None:
     assert log.review.void(0, AUDIT, "other") == 1
     assert log.next("ada", [edited]) == edited
     log.say("ada", edited, output="no")
-    assert log.verdict(edited) == Verdict("answer", "no", 1)
+    assert log.verdict(edited) == PeopleVerdict("answer", "no", 1)
 
 
 def test_what_is_left_is_counted_for_all_and_for_a_person() -> None:
@@ -233,7 +233,7 @@ def test_however_people_work_the_numbers_are_those_of_the_log(
     steps: list[tuple[str, str, float]], overlap: float
 ) -> None:
     log, rows, now = Log(overlap), [*places(3), *places(2, REPAIR)], 0.0
-    held: dict[str, Place] = {}
+    held: dict[str, ReviewRow] = {}
     for who, does, passes in steps:
         now += passes
         if does == "undo":

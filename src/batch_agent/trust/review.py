@@ -56,7 +56,7 @@ class Event:
     rows: int = 0
 
 
-class Verdict(NamedTuple):
+class PeopleVerdict(NamedTuple):
     """What people say of a row in a queue. ``open``: nobody has judged it. ``skipped``: it was skipped twice, which
     counts as wrong. ``disputed``: two differ, and a third decides; until then it is wrong. ``judges`` is the number of
     people who judged it."""
@@ -71,7 +71,7 @@ class Verdict(NamedTuple):
         return self.kind in ("answer", "none")
 
 
-class Place(NamedTuple):
+class ReviewRow(NamedTuple):
     """A row in a queue, as a reader of the record knows it now. ``input`` is the digest of its input; "": unknown."""
 
     row: int
@@ -176,20 +176,20 @@ class Review:
 
     # Rows
 
-    def verdict(self, row: int, queue: Queue, digest: str = "") -> Verdict:
+    def verdict(self, row: int, queue: Queue, digest: str = "") -> PeopleVerdict:
         """Return what people say of a row. ``digest`` is that of its input now: judgements of another are void."""
         judged = self._rows.get((row, queue))
         if judged is None:
-            return Verdict()
+            return PeopleVerdict()
         standing, skips = judged.of(digest)
         if not standing:
-            return Verdict("skipped" if queue == AUDIT and len(skips) >= MOST_SKIPS else "open")
+            return PeopleVerdict("skipped" if queue == AUDIT and len(skips) >= MOST_SKIPS else "open")
         first = standing[0]
         if len(standing) > 1 and not self._agree(first, standing[1]):
             if len(standing) < JUDGES:
-                return Verdict("disputed", None, len(standing))
+                return PeopleVerdict("disputed", None, len(standing))
             first = standing[JUDGES - 1]
-        return Verdict("answer" if first.kind == "answer" else "none", first.output, len(standing))
+        return PeopleVerdict("answer" if first.kind == "answer" else "none", first.output, len(standing))
 
     def void(self, row: int, queue: Queue, digest: str) -> int:
         """Return how many judgements of a row do not count, because its input is another now."""
@@ -207,7 +207,7 @@ class Review:
     def _agree(self, one: Event, other: Event) -> bool:
         return one.kind == other.kind and (one.kind == "none" or self._same(one.output, other.output))
 
-    def _wanted(self, place: Place, judged: _Judged) -> int:
+    def _wanted(self, place: ReviewRow, judged: _Judged) -> int:
         """Return how many people should judge a row."""
         standing, skips = judged.of(place.input)
         if place.queue == AUDIT and len(skips) >= MOST_SKIPS:
@@ -219,11 +219,11 @@ class Review:
     def _others_hold(self, judged: _Judged, who: str, now: float) -> int:
         return sum(_holds(lease, now) for name, lease in judged.leases.items() if name != who)
 
-    def may_judge(self, place: Place, name: str, now: float | None) -> bool:
+    def may_judge(self, place: ReviewRow, name: str, now: float | None) -> bool:
         """Return whether a person may get a row now. ``now`` None: or later, when the leases of others are over."""
         return self._may(place, person(name), now)
 
-    def _may(self, place: Place, who: str, now: float | None) -> bool:
+    def _may(self, place: ReviewRow, who: str, now: float | None) -> bool:
         judged = self._rows.get((place.row, place.queue))
         if judged is None:
             return True
@@ -235,7 +235,7 @@ class Review:
 
     # A person
 
-    def next_of(self, places: Iterable[Place], name: str, now: float) -> Place | None:
+    def next_of(self, places: Iterable[ReviewRow], name: str, now: float) -> ReviewRow | None:
         """Return the row that a person gets next: the one that the person holds, else the first that waits; rows that
         the person has skipped come last."""
         who, first, last = person(name), None, None
@@ -257,7 +257,7 @@ class Review:
                 last, fewest = place, skipped
         return first or last
 
-    def refusal(self, place: Place, name: str) -> str:
+    def refusal(self, place: ReviewRow, name: str) -> str:
         """Return why a person cannot judge a row; "" if that is possible. An answer after the end of the lease counts
         if nobody else has answered, else as a second one."""
         who = person(name)
@@ -276,7 +276,7 @@ class Review:
         own = self._own.get(person(name))
         return own[-1] if own else None
 
-    def own_answer(self, place: Place, name: str) -> Event | None:
+    def own_answer(self, place: ReviewRow, name: str) -> Event | None:
         """Return what a person has said of a row."""
         judged = self._rows.get((place.row, place.queue))
         own = () if judged is None else judged.of(place.input)[0]
@@ -289,12 +289,12 @@ class Review:
 
     # Numbers
 
-    def left(self, places: Iterable[Place], name: str = "") -> dict[Queue, Left]:
+    def left(self, places: Iterable[ReviewRow], name: str = "") -> dict[Queue, Left]:
         """Return what is left of each queue."""
         counts, who = {queue: [0] * len(Left._fields) for queue in QUEUES}, person(name)
         for place in places:
             count, judged = counts[place.queue], self._rows.get((place.row, place.queue))
-            verdict = Verdict() if judged is None else self.verdict(place.row, place.queue, place.input)
+            verdict = PeopleVerdict() if judged is None else self.verdict(place.row, place.queue, place.input)
             if verdict.kind == "open":
                 count[0] += 1
             elif verdict.kind == "disputed":
