@@ -57,7 +57,7 @@ class Event:
 
 
 class PeopleVerdict(NamedTuple):
-    """What people say of a row in a queue. ``open``: nobody has judged it. ``skipped``: it was skipped twice, which
+    """What people say of a row in a queue. ``open``: no person has judged it. ``skipped``: it was skipped twice, which
     counts as wrong. ``disputed``: two differ, and a third decides; until then it is wrong. ``judges`` is the number of
     people who judged it."""
 
@@ -81,7 +81,7 @@ class ReviewRow(NamedTuple):
 
 
 class Left(NamedTuple):
-    """Rows of a queue. ``open``: nobody has judged them. ``disputed``: two people differ. ``second``: they wait for a
+    """Rows of a queue. ``open``: no person has judged them. ``disputed``: two people differ. ``second``: they wait for a
     second person. ``yours``: those of all these that this person may judge. ``judged``: with a judgement or given
     up."""
 
@@ -197,11 +197,11 @@ class Review:
         return 0 if judged is None else sum(each.input != digest for each in judged.standing)
 
     def judged_rows(self) -> Iterator[tuple[int, Queue]]:
-        """Yield the rows that somebody has judged or skipped, with their queues."""
+        """Yield the rows that a person has judged or skipped, with their queues."""
         return (key for key, judged in self._rows.items() if judged.standing or judged.skips)
 
     def overlaps(self, name: str) -> bool:
-        """Return whether two people judge the row with this id. It is drawn by a hash, so nobody can choose it."""
+        """Return whether two people judge the row with this id. A hash draws it, so it cannot be chosen."""
         return int.from_bytes(self._order.rank(name)[:8]) < self._overlap * 2**64
 
     def _agree(self, one: Event, other: Event) -> bool:
@@ -259,7 +259,7 @@ class Review:
 
     def refusal(self, place: ReviewRow, name: str) -> str:
         """Return why a person cannot judge a row; "" if that is possible. An answer after the end of the lease counts
-        if nobody else has answered, else as a second one."""
+        if no other person has answered, else as a second one."""
         who = person(name)
         judged = self._rows.get((place.row, place.queue))
         standing = [] if judged is None else judged.of(place.input)[0]
