@@ -81,9 +81,9 @@ class ReviewRow(NamedTuple):
 
 
 class Left(NamedTuple):
-    """Rows of a queue. ``open``: no person has judged them. ``disputed``: two people differ. ``second``: they wait for a
-    second person. ``yours``: those of all these that this person may judge. ``judged``: with a judgement or given
-    up."""
+    """Rows of a queue. ``open``: no person has judged them. ``disputed``: two people differ. ``second``: they wait for
+    a second person. ``yours``: those of all these that this person may judge. ``judged``: with a judgement, or
+    skipped for good."""
 
     open: int = 0
     disputed: int = 0
