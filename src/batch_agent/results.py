@@ -28,7 +28,16 @@ from batch_agent.observe.statistics import Statistics
 from batch_agent.observe.summary import summary_json, summary_lines
 from batch_agent.observe.text import rows
 from batch_agent.record.compare import Side, SideRows
-from batch_agent.record.scoring import RunGold, add_result, digest_of, output_line, row_fields, with_gold, with_looks
+from batch_agent.record.scoring import (
+    RunGold,
+    add_result,
+    digest_of,
+    output_line,
+    plain_output,
+    row_fields,
+    with_gold,
+    with_looks,
+)
 from batch_agent.tools.execution import ToolStatistics
 from batch_agent.trust.calibration import Calibration, calibration
 from batch_agent.trust.gold import ALL
@@ -167,7 +176,8 @@ class Results(list[AgentResult[T]]):
         known, schema = self._gold or RunGold(), OutputSchema.of(self._output_schema)
         rows = ((result.index, result.job_id, row_fields(result.input)) for result in self)
         typed = schema is not None or all(isinstance(output, str) for output in self.outputs)
-        taken = known.measure(given, rows, schema, typed=typed)
+        answers = (plain_output(result.output, schema) for result in self if result.ok)
+        taken = known.measure(given, rows, schema, typed=typed, answers=lambda: answers)
         how = {"keeps_wrong": wrong, "open_sealed": open_sealed}
         scoring = Scoring(taken.gold, taken.table, taken.options, left_out=taken.left_out, **how)
         for result in self:

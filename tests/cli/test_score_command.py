@@ -142,6 +142,9 @@ async def test_a_file_of_results_is_scored_by_a_gold_file(tmp_path: Path) -> Non
         score = json.loads(found.stdout)
         assert (score["fields"]["mood"]["right"], score["fields"]["mood"]["rows"]) == (2, 3)
         assert any("schema of the answers is not known" in note for note in score["notes"])
+    (tmp_path / "results.jsonl").write_bytes((tmp_path / "run" / "results.jsonl").read_bytes())
+    found = await batch_agent(tmp_path, "score", "results.jsonl", "--gold", "input", "--json")
+    assert json.loads(found.stdout)["fields"]["mood"]["right"] == 0  # a column of the inputs, and the only field
     other = await batch_agent(tmp_path, "score", "rows.jsonl", "--gold", "gold.csv")
     assert other.code == 1
     assert "no file of results" in other.stderr

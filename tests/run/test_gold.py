@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from tests.record.redis_servers import SERVER
 from tests.run.process_work import WarmCrew
 
-from batch_agent import BatchAgent, Pipeline, Results
+from batch_agent import AgentContext, BatchAgent, Pipeline, Results
 from batch_agent.errors import SpecError
 from batch_agent.job import AgentResult
 from batch_agent.record.reader import open_run
@@ -243,6 +243,33 @@ async def test_results_of_a_run_without_gold_are_scored_by_a_column_of_their_inp
     assert results.score("label")["mood"].right == 15
     with pytest.raises(SpecError, match="no gold"):
         results.score()
+
+
+async def test_gold_of_a_schema_with_limits_is_checked_and_scored() -> None:
+    limits = {"type": "integer", "minimum": 1, "maximum": 5}
+    schema = {"type": "object", "properties": {"stars": limits}, "required": ["stars"]}
+    inputs = [{"text": "a", "label": "3"}, {"text": "b", "label": "4"}]
+    backend = ScriptedBackend(lambda _: Say('{"stars": 3}'))
+    results = await scored(output_schema=schema, inputs=inputs, backend=backend)
+    assert [results.score()["stars"].right for _ in range(2)] == [1, 1]
+    with pytest.raises(SpecError, match="row 1: label is '6'"):
+        await scored(output_schema=schema, inputs=[inputs[0], {"text": "b", "label": "6"}], backend=backend)
+
+
+async def test_without_a_schema_a_column_is_that_of_the_only_field_of_the_answers() -> None:
+    async def work(row: dict[str, str], ctx: AgentContext) -> dict[str, str]:
+        return {"mood": "calm"}
+
+    async def talk(row: dict[str, str], ctx: AgentContext) -> dict[str, str]:
+        return {"mood": "calm", "why": "so"}
+
+    known = {"inputs": rows(), "backend": ScriptedBackend(calm)}
+    results = await BatchAgent.run(worker=work, **known)
+    assert results.score("label")["mood"].right == 15
+    results = await BatchAgent.run(worker=talk, **known)
+    with pytest.raises(SpecError, match=r"2 fields \(mood, why\).*say which column"):
+        results.score("label")
+    assert results.score({"mood": "label"})["mood"].right == 15
 
 
 async def test_failed_rows_are_wrong_and_unfinished_ones_pending() -> None:

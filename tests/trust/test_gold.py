@@ -100,6 +100,7 @@ def test_a_cell_that_the_field_does_not_allow_is_refused_with_what_is_allowed(
         ("count", 4, 4, True),
         ("price", 4.0000000001, 4, True),
         ("price", 4.001, 4.0, False),
+        ("price", 5_000_000_001.0, 5_000_000_000.0, False),
         ("price", None, None, True),
         ("price", None, 4.0, False),
         ("address.city", "  NEW\tYork ", "new york", True),

@@ -168,11 +168,17 @@ def judge_name(given: object) -> str:
 
 
 def checked_gold(
-    given: GivenGold, schema: OutputSchema[object] | None, *, known: bool = True, columns: Sequence[str] = ()
+    given: GivenGold,
+    schema: OutputSchema[object] | None,
+    *,
+    known: bool = True,
+    columns: Sequence[str] = (),
+    seen: Sequence[str] | None = None,
 ) -> Gold:
-    """Return the fields with gold, which check values by the schema. ``known``: False if the schema is not known."""
+    """Return the fields with gold, which check values by the schema. ``known``: False if the schema is not known;
+    ``seen`` are then the fields that the answers have, if these are there."""
     shape = None if schema is None else schema.written_schema
-    gold = gold_of(cast("str | Mapping[str, str]", given), shape, known=known, columns=columns)
+    gold = gold_of(cast("str | Mapping[str, str]", given), shape, known=known, columns=columns, seen=seen)
     return Gold([_with_check(each) for each in gold.fields.values()], gold.columns)
 
 
@@ -428,9 +434,15 @@ def warn_unjoined(path: Path, waiting: Mapping[str, object], total: int) -> None
 
 
 def read_gold_file(
-    path: Path, schema: OutputSchema[object] | None, id_column: str | None, *, known: bool = True
+    path: Path,
+    schema: OutputSchema[object] | None,
+    id_column: str | None,
+    *,
+    known: bool = True,
+    seen: Sequence[str] | None = None,
 ) -> tuple[Gold, dict[str, Mapping[str, JsonValue]]]:
-    """Return the fields of a gold file, and the gold of each id. Raises SpecError."""
+    """Return the fields of a gold file, and the gold of each id. ``known`` and ``seen``: as of ``checked_gold``. Raises
+    SpecError."""
     try:
         rows = read_inputs(path)
     except SpecError as error:
@@ -450,7 +462,7 @@ def read_gold_file(
     fields = [name for name in columns if name != name_column]
     if not fields:
         raise SpecError(f"gold: {path} has only the column {name_column!r}: add a column for each field with gold")
-    gold = checked_gold(str(path), schema, known=known, columns=fields)
+    gold = checked_gold(str(path), schema, known=known, columns=fields, seen=seen)
     values: dict[str, Mapping[str, JsonValue]] = {}
     problems: list[tuple[str, str]] = []
     for cells in found:

@@ -55,7 +55,8 @@ class Side:
         if given.get("gold") is None and self.known.taken is None:
             return None
         rows = ((row.place, row.name, row.fields) for row in self.rows)
-        return self.known.measure(given, rows, self.schema, typed=self.typed)
+        answers = (row.answer.output for row in self.rows if row.answer.ok)
+        return self.known.measure(given, rows, self.schema, typed=self.typed, answers=lambda: answers)
 
 
 class HasSide(Protocol):

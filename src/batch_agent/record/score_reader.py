@@ -49,7 +49,7 @@ def score_of_run(
     with part_of(run) as part:
         known, schema, typed = known_of_run(run)
         rows = ((_index(each), str(each.get("job_id")), row_fields(each.get("input"))) for each in part.rows)
-        taken = known.measure(given, rows, schema, typed=typed)
+        taken = known.measure(given, rows, schema, typed=typed, answers=lambda: outputs_of(part.rows))
         how = {"keeps_wrong": wrong, "open_sealed": open_sealed}
         scoring = Scoring(taken.gold, taken.table, taken.options, left_out=taken.left_out, **how)
         for record in part.rows:
@@ -101,11 +101,16 @@ def score_of_file(path: Path, given: Mapping[str, object], *, open_sealed: bool 
     """Return the score of a file of results: lines, or a table. Raises SpecError."""
     records, known = known_of_file(path)
     rows = ((_index(each), str(each.get("job_id")), row_fields(each.get("input"))) for each in records)
-    taken = known.measure(given, rows, None, typed=False)
+    taken = known.measure(given, rows, None, typed=False, answers=lambda: outputs_of(records))
     scoring = Scoring(taken.gold, taken.table, taken.options, keeps_wrong=wrong, open_sealed=open_sealed)
     for record in records:
         add_record(scoring, record)
     return with_looks(scoring.score(known.population, complete=True), known.asked, run=str(path))
+
+
+def outputs_of(records: Iterable[Record]) -> Iterator[JsonValue]:
+    """Yield the answers of the rows that are ok."""
+    return (cast(JsonValue, each.get(OUTPUT)) for each in records if each.get("ok"))
 
 
 def gold_of_record(run: RunReader) -> TakenGold:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -30,7 +30,7 @@ from batch_agent.messages import JsonObject
 from batch_agent.record.looks import LEDGER, looks_before, looks_of
 from batch_agent.record.private import private
 from batch_agent.trust.examples import ExampleRows
-from batch_agent.trust.gold import Gold, GoldField, named_problems
+from batch_agent.trust.gold import Gold, GoldField, fields_of_answers, named_problems
 from batch_agent.trust.order import SEALED_KEY, KeyedOrder
 from batch_agent.trust.score import Score
 from batch_agent.trust.table import GoldTable, PilotSample, Scoring
@@ -46,7 +46,7 @@ def add_result(scoring: Scoring, result: AgentResult[Any], schema: OutputSchema[
             return
     else:
         try:
-            output = _plain(result.output, schema)
+            output = plain_output(result.output, schema)
         except Exception as failed:  # the user's own serializers can raise anything: no output is written for this row  # noqa: BLE001
             ok, error = False, type(failed).__name__
     scoring.add(
@@ -60,7 +60,8 @@ def add_result(scoring: Scoring, result: AgentResult[Any], schema: OutputSchema[
     )
 
 
-def _plain(output: object, schema: OutputSchema[object] | None) -> JsonValue:
+def plain_output(output: object, schema: OutputSchema[object] | None) -> JsonValue:
+    """Return an output as JSON. The user's own serializers can raise anything."""
     if schema is not None:
         return cast(JsonValue, None if output is None else schema.to_plain(output))
     return cast(JsonValue, output if isinstance(output, str | bool | int | None) else from_json(to_json(output)))
@@ -114,9 +115,11 @@ class RunGold:
         schema: OutputSchema[object] | None,
         *,
         typed: bool = True,
+        answers: Callable[[], Iterable[JsonValue]] = tuple,
     ) -> TakenGold:
         """Return the gold to score by. An option that is not given is that of the run. ``rows`` are index, id and
-        fields of the rows; ``typed``: the schema is known, None meaning text. Raises SpecError."""
+        fields of the rows; ``typed``: the schema is known, None meaning text. If it is not, the fields are those of the
+        ``answers``. Raises SpecError."""
         options = {**self.options, **{name: value for name, value in given.items() if value}}
         gold = cast("GivenGold | None", given.get("gold"))
         if gold is None and self.taken is not None:
@@ -124,7 +127,8 @@ class RunGold:
         if gold is None:
             raise SpecError("there is no gold to score by: give gold, a column or a file with right answers")
         taken = frozenset[str]() if self.taken is None else self.taken.taken
-        found, table = gold_of_rows(gold, rows, schema, options, typed=typed, taken=taken)
+        seen = None if typed else fields_of_answers(answers())
+        found, table = gold_of_rows(gold, rows, schema, options, seen=seen, taken=taken)
         return TakenGold(found, table, score_options(options), (), examples=self.examples)
 
 
@@ -134,13 +138,17 @@ def gold_of_rows(
     schema: OutputSchema[object] | None,
     options: Mapping[str, object],
     *,
-    typed: bool,
+    seen: Sequence[str] | None,
     taken: frozenset[str] = frozenset(),
 ) -> tuple[Gold, GoldTable]:
-    """Return the gold of finished rows: from a file with ids, or from columns of their inputs. Raises SpecError."""
+    """Return the gold of finished rows: from a file with ids, or from columns of their inputs. ``seen``: the fields of
+    the answers, if the schema is not known. Raises SpecError."""
+    known = seen is None
     if is_gold_file(given):
         path = Path(cast("str | Path", given))
-        gold, values = read_gold_file(path, schema, cast("str | None", options.get("id_column")), known=typed)
+        gold, values = read_gold_file(
+            path, schema, cast("str | None", options.get("id_column")), known=known, seen=seen
+        )
         table, waiting = GoldTable(by_name=True), dict(values)
         for name, some in values.items():
             table.add(name, None, some)
@@ -150,7 +158,7 @@ def gold_of_rows(
             raise SpecError(f"gold: no row has an id of {path}, such as {', '.join([*waiting][:3])}")
         warn_unjoined(path, waiting, len(values))
         return gold, table
-    gold, table, problems = checked_gold(given, schema, known=typed), GoldTable(), list[tuple[str, str]]()
+    gold, table, problems = checked_gold(given, schema, known=known, seen=seen), GoldTable(), list[tuple[str, str]]()
     missing, first = set(gold.columns.values()), ""
     for index, name, fields in rows:
         first = first or listed(fields)

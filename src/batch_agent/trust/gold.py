@@ -252,17 +252,24 @@ class Gold:
 
 
 def gold_of(
-    given: str | Mapping[str, str], schema: JsonObject | None, *, known: bool = True, columns: Sequence[str] = ()
+    given: str | Mapping[str, str],
+    schema: JsonObject | None,
+    *,
+    known: bool = True,
+    columns: Sequence[str] = (),
+    seen: Sequence[str] | None = None,
 ) -> Gold:
     """Return the fields with gold. ``given`` is a column, or the column of each field; ``columns`` are those of a gold
-    file, which are fields themselves. ``known``: False if the schema of the answers is not known. Raises SpecError."""
+    file, which are fields themselves. ``known``: False if the schema of the answers is not known; ``seen`` are then the
+    fields that the answers have, if these are there. Raises SpecError."""
     wanted: Mapping[str, str]
+    names = fields_in(schema) if known else seen
     if columns:
         wanted = {name: name for name in columns}
-        if len(columns) == 1 and known and not fields_in(schema):
+        if len(columns) == 1 and names is not None and not names:
             wanted = {OUTPUT: columns[0]}
     elif isinstance(given, str):
-        wanted = {only_field(schema) if known else OUTPUT: given}
+        wanted = {only_field(names or ()): given}
     else:
         wanted = given
     if not wanted:
@@ -279,9 +286,13 @@ def fields_in(schema: JsonObject | None) -> list[str]:
     return [*properties] if isinstance(properties, dict) else []
 
 
-def only_field(schema: JsonObject | None) -> str:
+def fields_of_answers(answers: Iterable[JsonValue]) -> list[str]:
+    """Return the names of the fields that some answers have; none if they are no objects."""
+    return [*dict.fromkeys(name for answer in answers if isinstance(answer, dict) for name in answer)]
+
+
+def only_field(names: Sequence[str]) -> str:
     """Return the field of answers with one field or none. Raises SpecError for several."""
-    names = fields_in(schema)
     if len(names) > 1:
         raise SpecError(
             f"gold: an answer has {len(names)} fields ({', '.join(names)}): say which column has the gold of which "
@@ -414,7 +425,7 @@ def _near(answer: JsonValue, gold: JsonValue, tolerance: float | None) -> bool:
         return same_json(answer, gold)
     gap = abs(numbers[0] - numbers[1])
     if tolerance is None:
-        return gap <= TOLERANCE or math.isclose(*numbers, rel_tol=TOLERANCE)
+        return gap <= TOLERANCE
     return gap <= tolerance + 1e-12 * max(1.0, abs(numbers[1]))  # 1.11 - 1.10 is not exactly 0.01
 
 

@@ -11,6 +11,7 @@ import math
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Literal, NamedTuple
@@ -249,6 +250,11 @@ class _Marks:
         self.pairs: Counter[tuple[str, str]] = Counter()
         self.pending_of: Counter[str] = Counter()  # by class
 
+    def copy(self) -> _Marks:
+        marks = copy(self)
+        marks.pairs, marks.pending_of = self.pairs.copy(), self.pending_of.copy()
+        return marks
+
 
 class _Tally:
     """The counts of a field. ``each`` is None for all fields together."""
@@ -267,6 +273,15 @@ class _Tally:
         self._errors: array[float] | None = array("d") if is_number else None
         self._sums = [0.0, 0.0, 0.0, 0.0, 0.0]  # of errors, absolute errors, their squares, and their number
         self._unfinished = 0
+
+    def copy(self) -> _Tally:
+        tally = copy(self)
+        tally.groups = defaultdict(_Marks, {group: marks.copy() for group, marks in self.groups.items()})
+        tally._golds = None if self._golds is None else {*self._golds}
+        tally._answers, tally._gold_seen = {*self._answers}, {*self._gold_seen}
+        tally._errors = None if self._errors is None else self._errors[:]
+        tally._sums = [*self._sums]
+        return tally
 
     def add(
         self, group: object, gold: JsonValue, answer: JsonValue, state: tuple[bool, bool, bool], times: int
@@ -444,6 +459,17 @@ class Scorer:
         self._wrong: list[WrongRow] | None = [] if keeps_wrong else None
         self._digests: dict[str, int] = dict.fromkeys(gold.fields, 0)
         self.rows = self.pending = 0
+
+    def copy(self) -> Scorer:
+        """Return a scorer with the same rows, to which others can be added."""
+        scorer = copy(self)
+        scorer._tallies = {name: tally.copy() for name, tally in self._tallies.items()}
+        scorer._by = {
+            value: {name: tally.copy() for name, tally in tallies.items()} for value, tallies in self._by.items()
+        }
+        scorer._wrong = None if self._wrong is None else [*self._wrong]
+        scorer._digests = dict(self._digests)
+        return scorer
 
     def add(
         self,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import repeat
@@ -355,7 +354,7 @@ class Scoring:
         """Return the scorer with the rows that are counted together."""
         self._table.add_digests(self._waiting, self._digests)
         del self._waiting[:]
-        scorer = deepcopy(scorer)
+        scorer = scorer.copy()
         names = [*self._gold.fields]
         for key, times in self._equal.items():
             code, ok, *answers = key
@@ -384,7 +383,7 @@ class Scoring:
                 missing += 1
             elif not done:
                 if not copied:
-                    scorer, copied = deepcopy(scorer), True
+                    scorer, copied = scorer.copy(), True
                 scorer.skip(row.name, row.values)
         return sealed, missing, scorer
 
