@@ -223,16 +223,16 @@ class DirectoryStore(MemoryStore):
             return self._journal.claim_steps(wanted)
 
     def agent_numbers(self, worker: int) -> Iterator[int]:
-        return self._numbers if worker in self._own_workers else super().agent_numbers(worker)
+        return self._numbers if worker in self._here else super().agent_numbers(worker)
 
     def _record(
         self, worker: int, changes: Sequence[RowChange], outlay: Outlay | None
     ) -> Sequence[tuple[KeptStep, ...]]:
-        own = worker in self._own_workers
         with self._disk:
-            if self._directory is None and not (changes or own):  # all rows have their results: the worker leaves
+            # A worker of another process leaves when all rows have their results.
+            if self._directory is None and not changes and outlay is not None and outlay.more is not None:
                 return ()
-            recorded = [change.steps if own else self._renumbered(change) for change in changes]
+            recorded = [self._renumbered(change) for change in changes]
             if outlay is not None:
                 self._outlay = self._counted(outlay if outlay.more is None else self._outlay, outlay.learnt)
             ended = [change for change in changes if change.result is not None]
@@ -254,7 +254,9 @@ class DirectoryStore(MemoryStore):
         return decode_result(result, change.lease.index, None, resumed=change.resumed)[0]
 
     def _renumbered(self, change: RowChange) -> tuple[KeptStep, ...]:
-        """Return the steps of another process with numbers of this journal for their agents."""
+        """Return the steps of a row with numbers of this journal for the agents of another process."""
+        if not any(step.agent >> NUMBERS for step in change.steps):
+            return change.steps
         steps = []
         for step in change.steps:
             if step.agent >> NUMBERS:  # else the step continues an agent that has its number

@@ -339,8 +339,10 @@ class Journal:
         if self._failure is not None:
             raise self._failure
         if self.in_memory:
+            self._gathering += 1
             error = "" if result.error is None else result.error.type
-            lost = self._store.commit(self._worker, 0, (RowChange(lease, (), result, error, result.resumed),))
+            change = RowChange(lease, (), result, error, result.resumed)
+            lost = self._store.commit(self._worker, self._gathering, (change,))
             self._on_committed(lost, (lease,))
             return 0
         self._results.append((lease, result))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count, islice
@@ -103,12 +103,12 @@ class MemoryStore:
         self._sessions = self._generation = 0
         self._lease_seconds = LEASE
         self._order = self._token = self._workers = self._position = 0
-        self._own_workers: set[int] = set()  # in this process: their leases do not end
-        self._is_alone = False  # no worker of another process has joined, so nothing waits in another thread
+        self._here: set[int] = set()  # workers of this process: their leases end when they leave
         self._queued: dict[int, WaitingRow] = {}  # by order
         self._fresh: deque[int] = deque()  # orders of rows that were never leased; those of dropped rows are skipped
         self._returned: list[int] = []  # orders of rows whose lease has ended
         self._held: dict[str, WaitingRow] = {}  # by place
+        self._first_end = inf  # no lease ends before
         self._commits: dict[int, tuple[int, set[str]]] = {}  # by worker: number and answer of its latest commit
         self._committing: set[int] = set()  # workers whose commit is being written
         self._results: deque[SharedResult] = deque()
@@ -189,9 +189,8 @@ class MemoryStore:
         self._listeners.append((changed, results))
 
     def _changed(self, *, results: bool = True) -> None:
-        if not self._is_alone:
-            self._rows_changed.notify_all()
-            self._results_changed.notify_all()
+        self._rows_changed.notify_all()
+        self._results_changed.notify_all()
         for listener, only_results in self._listeners:
             if results or not only_results:
                 listener()
@@ -323,8 +322,7 @@ class MemoryStore:
         with self._lock:
             self._workers += 1
             if description.get("feeder"):
-                self._own_workers.add(self._workers)
-            self._is_alone = self._workers == len(self._own_workers)
+                self._here.add(self._workers)
             return self._workers
 
     def agent_numbers(self, worker: int) -> Iterator[int]:
@@ -342,8 +340,7 @@ class MemoryStore:
                 return rows
             until = self._clock() + wait
             while not rows and (left := until - self._clock()) > 0 and self._phase != "ended":
-                first = min((row.until for row in self._held.values()), default=inf)
-                self._rows_changed.wait(min(left, max(0.0, first - self._clock())))
+                self._rows_changed.wait(min(left, max(0.0, self._first_end - self._clock())))
                 rows = self._take(worker, most)
             return rows
 
@@ -362,10 +359,9 @@ class MemoryStore:
         self._token += 1
         new = queued.new
         lease = RowLease(new.key.hex(), f"{self._opening}-{queued.order}", self._token, new.index)
-        own = worker in self._own_workers
         queued.lease, queued.worker = lease, worker
-        queued.until = inf if own else self._clock() + self._lease_seconds
         self._held[lease.place] = queued
+        self._extend([queued], self._end_of(worker))
         resuming = self._resuming
         more, checks = self._keeps_past(), not resuming.force
         if queued.agents:  # the row is taken over
@@ -385,11 +381,21 @@ class MemoryStore:
             queued.lease = None
             heappush(self._returned, queued.order)
 
+    def _end_of(self, worker: int) -> float:
+        """Return when a lease ends that this worker gets or renews now."""
+        return inf if worker in self._here else self._clock() + self._lease_seconds
+
+    def _extend(self, rows: Iterable[WaitingRow], until: float) -> None:
+        for queued in rows:
+            queued.until = until
+        self._first_end = min(self._first_end, until)
+
     def _end_leases(self) -> None:
-        if self._is_alone:
+        if self._first_end == inf or (now := self._clock()) < self._first_end:
             return
-        now = self._clock()
-        if expired := [row for row in self._held.values() if row.until <= now]:
+        expired = [row for row in self._held.values() if row.until <= now]
+        self._first_end = min((row.until for row in self._held.values() if row.until > now), default=inf)
+        if expired:
             for queued in expired:
                 self._release(queued)
             self._changed()  # also for a feeder that waits until no row is leased
@@ -408,20 +414,11 @@ class MemoryStore:
                 queued = self._holder(worker, lease)
                 if queued is None:
                     lost.add(lease.place)
-                elif worker not in self._own_workers:
-                    queued.until = self._clock() + self._lease_seconds
+                else:
+                    self._extend([queued], self._end_of(worker))
             return lost, self.standing()
 
     def commit(self, worker: int, number: int, changes: Sequence[RowChange], outlay: Outlay | None = None) -> set[str]:
-        own = worker in self._own_workers
-        if own and (self._is_alone or not self.writes):  # no other worker can take the rows meanwhile
-            with self._lock:
-                holders = [(change, self._holder(worker, change.lease)) for change in changes]
-                if not self.writes:
-                    return self._apply(worker, holders)
-            self._record(worker, [change for change, queued in holders if queued is not None], outlay)
-            with self._lock:
-                return self._apply(worker, holders)
         with self._lock:
             # A worker that lost the connection repeats its commit, even while the first one is being written.
             self._rows_changed.wait_for(lambda: worker not in self._committing)
@@ -435,24 +432,18 @@ class MemoryStore:
                     self._event_position += 1
                     self._events.append((self._event_position, outlay.more.events))
             holders = [(change, self._holder(worker, change.lease)) for change in changes]
-            # While the changes are written, the rows stay with their holder.
-            for _, queued in holders:
-                if queued is not None:
-                    queued.until = inf
-        valid = [change for change, queued in holders if queued is not None]
+            held = [queued for _, queued in holders if queued is not None]
+            self._extend(held, inf)  # while the changes are written, the rows stay with their holder
         recorded: Sequence[tuple[KeptStep, ...]] | None = None
         try:
+            valid = [change for change, queued in holders if queued is not None]
             recorded = self._record(worker, valid, outlay) if valid or outlay is not None else ()
         finally:
-            until = inf if own else self._clock() + self._lease_seconds
             with self._lock:
-                for _, queued in holders:
-                    if queued is not None:
-                        queued.until = until
+                self._extend(held, self._end_of(worker))
                 if recorded is not None:
                     lost = self._apply(worker, holders, recorded)
-                    if not own:
-                        self._commits[worker] = number, lost
+                    self._commits[worker] = number, lost
                 self._committing.discard(worker)
                 self._rows_changed.notify_all()
         return lost
@@ -461,27 +452,25 @@ class MemoryStore:
         self,
         worker: int,
         holders: Sequence[tuple[RowChange, WaitingRow | None]],
-        recorded: Sequence[tuple[KeptStep, ...]] | None = None,
+        recorded: Sequence[tuple[KeptStep, ...]],
     ) -> set[str]:
-        """Apply a commit that is written to the queue. ``recorded`` are the steps of the rows that the worker holds, if
-        they were changed. Returns the places of the other rows."""
-        own, ended, lost, place = worker in self._own_workers, False, set(), -1
+        """Apply a commit that is written to the queue. ``recorded`` are the steps of the rows that the worker holds.
+        Returns the places of the other rows."""
+        in_files, ended, lost, steps = self.writes and worker in self._here, False, set(), iter(recorded)
         for change, queued in holders:
             if queued is None:
                 lost.add(change.lease.place)
                 continue
-            place += 1
+            written = next(steps)
             if change.result is None:
-                if own and self._is_alone and self.writes:  # few of these rows are taken over by a worker to come
-                    for step in change.steps:
-                        if step.agent not in queued.agents:
-                            queued.agents += (step.agent,)
+                if in_files:  # few rows of this process are taken over
+                    queued.agents = (*dict.fromkeys((*queued.agents, *(step.agent for step in written))),)
                 else:
-                    queued.steps.extend(change.steps if recorded is None else recorded[place])
+                    queued.steps.extend(written)
                 continue
             ended = True
             self._position += 1
-            lease, value = change.lease, None if own else queued.new.value
+            lease, value = change.lease, queued.new.value if isinstance(change.result, bytes) else None
             place_in_results = str(self._position), lease.row, lease.index
             self._results.append(SharedResult(*place_in_results, change.result, True, worker, value))
             if self._queued.pop(queued.order, None) is not None:
