@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Many tests wait for sockets and processes, so there are more processes than cores.
 WORKERS ?= $(or $(shell expr 2 \* $$(nproc 2>/dev/null) 2>/dev/null),auto)
 
-.PHONY: demo test test-serve test-pythons test-view docs screenshots test-local test-docs test-prometheus test-vllm test-dynamo test-agents test-llamacpp soak soak-load lint format bench numbers numbers-gpu release bench-peers test-vllm-pin test-cluster test-wheel clean
+.PHONY: demo test test-serve test-pythons test-view docs screenshots test-local test-docs test-prometheus test-vllm test-dynamo test-agents test-llamacpp soak soak-load soak-serve lint format bench numbers numbers-gpu release bench-peers test-vllm-pin test-cluster test-wheel clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -115,6 +115,9 @@ soak: $(VENV)/.ready  ## simulated runs with random faults: SEEDS=N of them, ove
 
 soak-load: $(VENV)/.ready  ## simulated runs at servers that are full, refuse by chance or report wrong metrics: SEEDS=N of each
 	$(BIN)/python -m tests.load --seeds $(or $(SEEDS),200)
+
+soak-serve: $(VENV)/.ready  ## simulated weeks of batch-agent serve with outages, kills, clock jumps, full disks: SEEDS=N of them, over all cores or JOBS=; or SEED=n again
+	$(BIN)/python -m tests.serve.soak $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),200)) $(if $(JOBS),--jobs $(JOBS))
 
 lint: $(VENV)/.ready  ## style, words and types
 	$(BIN)/ruff check .

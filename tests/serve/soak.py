@@ -1,9 +1,10 @@
 """A week of a server in virtual time: tenants with batches, and everything that goes wrong meanwhile.
 
-``make soak-serve SEEDS=200`` plays that many weeks, ``SEED=n`` plays one again. Servers of models fail with every
-status, hang and hold; the server is killed (its directory is copied at that moment, and the next start works on the
-copy), its clock jumps, its directory is away, its disk is full. At the end every batch is final, every custom_id has
-one outcome, no answer was paid for twice without a reason, no window was shorter, and no tenant is over its limit.
+``make soak-serve SEEDS=200`` plays that many weeks, over all cores or ``JOBS=``; ``SEED=n`` plays one again. Servers
+of models fail with every status, hang and hold; the server is killed (its directory is copied at that moment, and the
+next start works on the copy), its clock jumps, its directory is away, its disk is full. At the end every batch is
+final, every custom_id has one outcome, no answer was paid for twice without a reason, no window was shorter, no tenant
+is over its limit, and nothing of a batch is left in memory.
 """
 
 from __future__ import annotations
@@ -11,13 +12,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import logging
+import os
+import resource
 import shutil
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 from time import process_time
@@ -33,10 +40,15 @@ from tests.simulation.loop import SimulatedLoop
 
 from batch_agent.door import RequestRefused
 from batch_agent.errors import BatchAgentError
+from batch_agent.gateway.client_request import ClientRequest
 from batch_agent.messages import Usage
+from batch_agent.run.run import Run
+from batch_agent.scheduler.core import Ticket
 from batch_agent.serve import ServeOptions, asking, batches, server, turnstile, upstreams, webhooks
+from batch_agent.serve.batches import RunningBatch
 from batch_agent.serve.catalog import Tenant
 from batch_agent.serve.clock import RATE
+from batch_agent.serve.lines import BatchLines
 from batch_agent.serve.models import ServedModel, ServedModels
 from batch_agent.serve.recovery import check
 from batch_agent.serve.server import BatchService
@@ -47,10 +59,14 @@ HOUR, DAY = 3600.0, 86400.0
 WEEK = 7 * DAY
 EPOCH = 1_750_000_000.0
 TENANTS, BATCHES, MOST_LINES = 20, 9, 6
+MOST_MEMORY_MB = 300  # that a process may take, however many weeks it has played
 LIMITED = 0.3  # of the tenants have tokens per day
 TOKENS = Usage(20, 0, 30)  # of an answer
+# What a request has of its connection; one for all, because a mock takes long.
+NETWORK = Mock(_reading_paused=False, max_field_size=8190, max_headers=128)
 STATUSES = (401, 402, 403, 404, 408, 409, 425, 429, 500, 502, 503, 504, 529)
 SLACK = 60.0  # seconds by which a window may be shorter after a kill: the time is kept every half hour here
+GONE = (Run, BatchLines, RunningBatch, ClientRequest, Ticket)  # what an idle server has none of
 # How often parts look, so that a week does not have a million looks.
 LOOKS = {
     (server, "BOOKS_SECONDS"): 900.0,
@@ -182,14 +198,17 @@ class Service(BatchService):
         return not self.world.is_in(self.world.fulls)
 
 
+mocked = partial(make_mocked_request, app=NETWORK, writer=NETWORK, protocol=NETWORK, transport=NETWORK)
+
+
 async def ask(service: BatchService, key: str, method: str, path: str, body: bytes = b"", **headers: str) -> Any:
     """Send a request past the door. Returns status and document."""
     given = {"Authorization": f"Bearer {key}", "Content-Length": str(len(body)), **headers}
-    payload = StreamReader(Mock(_reading_paused=False), 2**20, loop=asyncio.get_running_loop())
+    payload = StreamReader(NETWORK, 2**20, loop=asyncio.get_running_loop())
     payload.feed_data(body)
     payload.feed_eof()
     try:
-        response = await service._handle(make_mocked_request(method, path, given, payload=payload))
+        response = await service._handle(mocked(method, path, given, payload=payload))
     except RequestRefused as refused:
         return refused.status, {}
     assert isinstance(response, web.Response) and isinstance(response.body, bytes)
@@ -299,6 +318,9 @@ def leftovers(service: BatchService) -> Iterator[str]:
             yield f"{len(part)} {name} are left in memory: {list(part)[:3]}"
     if service.turnstile.inflight:
         yield f"{service.turnstile.inflight} lines are in flight"
+    gc.collect()
+    for kind, number in Counter(type(each) for each in gc.get_objects() if isinstance(each, GONE)).items():
+        yield f"{number} {kind.__name__} are left in memory"
 
 
 def check_batch(world: World, data: Path, wanted: Wanted, batch: Any) -> Iterator[str]:
@@ -370,6 +392,7 @@ def play_seed(seed: int) -> World:
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # a disk would take most of the time for syncing
     with tempfile.TemporaryDirectory(prefix="soak-serve-", dir=memory) as folder, looking_seldom():
         world = World(seed, Path(folder))
+        NETWORK.reset_mock()  # it remembers what was done with it
         loop = SimulatedLoop()
         loop.threads = Inline()
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
@@ -380,24 +403,51 @@ def play_seed(seed: int) -> World:
     return world
 
 
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What is said of a week. ``memory_mb``: the most that its process has taken so far."""
+
+    seed: int
+    sessions: int
+    problems: tuple[str, ...]
+    cpu: float
+    memory_mb: int
+
+
+def played(seed: int) -> Played:
+    logging.getLogger("batch_agent").setLevel(logging.CRITICAL)
+    began = process_time()
+    world = play_seed(seed)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    problems = list(world.problems)
+    if memory > MOST_MEMORY_MB:
+        problems.append(f"the process takes {memory} MB")
+    return Played(seed, world.sessions, tuple(problems), process_time() - began, memory)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=200)
     parser.add_argument("--seed", type=int)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
-    failed = 0
-    for seed in range(options.seeds) if options.seed is None else [options.seed]:
-        began = process_time()
-        world = play_seed(seed)
-        gc.collect()
-        if options.seed is not None or world.problems or seed % 10 == 9:
-            failed += bool(world.problems)
-            print(
-                f"seed {seed}: {world.sessions} sessions, {process_time() - began:.2f} s",
-                *world.problems,
-                sep="\n  ",
-                flush=True,
-            )
+    if options.seed is not None:
+        world = play_seed(options.seed)
+        print(f"seed {options.seed}: {world.sessions} sessions", *world.problems, sep="\n  ")
+        return int(bool(world.problems))
+    weeks = sessions = failed = memory = 0
+    cpu = 0.0
+    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
+        from tests.serve import soak as here  # another process does not import what was started with -m
+
+        for one in pool.map(here.played, range(options.seeds), chunksize=5):
+            weeks, sessions, cpu = weeks + 1, sessions + one.sessions, cpu + one.cpu
+            failed, memory = failed + bool(one.problems), max(memory, one.memory_mb)
+            if one.problems:
+                print(f"seed {one.seed} fails: make soak-serve SEED={one.seed}", *one.problems, sep="\n  ", flush=True)
+            if weeks % 50 == 0 or weeks == options.seeds:
+                told = f"{weeks} weeks, {sessions} sessions; {cpu:.0f} s of CPU, {memory} MB; {failed} failed"
+                print(told, flush=True)
     return int(failed > 0)
 
 

@@ -16,7 +16,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from threading import RLock
 from typing import Any, Literal, Self, TypeVar
@@ -725,7 +725,7 @@ def _read(kind: type[Stored], document: str) -> Stored:
 
 def value_of(kind: type[Stored], document: Mapping[str, Any]) -> Stored:
     """Return a value from its document. Fields of other releases are ignored."""
-    known = {each.name for each in fields(kind)}
+    known = kind.__dataclass_fields__
     return kind(**{name: value for name, value in document.items() if name in known})
 
 
