@@ -352,7 +352,6 @@ class Dialogue:
         if self._hides:
             self._rebuild()
         self._cut_from: int | None = None  # tokens before the cut, if the conversation was cut since the latest answer
-        self._turn_call: TurnCall | None = None  # the latest request of ``ask`` in progress
 
     # Asking
 
@@ -360,71 +359,73 @@ class Dialogue:
         """Return the model's answer to the conversation, and add it. ``shape`` is the kind of request. ``send`` creates
         the question to send, if that is not ``backend.infer(request)``; its ``request`` determines the price."""
         work = self._work
-        r, trail, replay = work.r, work.trail, work.replay
+        r, trail = work.r, work.trail
         work.check_open()
         if work.answered is not None:
             work.record_answer()
         if shape is None:
             shape = self.shapes.later if self.turns else self.shapes.first
-        digest, nth, reply = "", 0, None
+        digest, nth, reply, turn = "", 0, None, None
         try:
             if trail.records:
                 digest, nth, reply = self._recorded(shape)
             if reply is None:
                 self._leave_record()
-                reply = await self._answer(shape, digest, send)
-                if self._follows:
-                    work.answered = (reply, digest) if trail.records else None
-                elif replay is not None:
-                    said = self.said.messages[: self._digested]
-                    spent, shared = work.spent(), r.shared.messages
-                    trail.add(replay.add_ask(digest, nth, reply, spent, said, self._digests, shared))
+                fitted, compactor, overflows = shape, self._compactor, 0
+                if compactor is not None and compactor.context is not None:
+                    fitted = await self._made_to_fit(shape, digest, compactor)
+                while reply is None:
+                    if self._follows and trail.records and work.ticket is None and not trail.is_settled:
+                        await trail.settle()  # before later steps depend on it
+                    turn = self._turn(fitted)
+                    question = turn if send is None else send(turn.request)
+                    ticket = work.claim(fitted.model, self)
+                    try:
+                        reply = await r.dispatcher.ask(question, r.policy, ticket=ticket, observer=turn)
+                    except ContextOverflow as error:
+                        overflows += 1
+                        if compactor is None or overflows > 1:
+                            raise
+                        fitted, excess = compactor.after(error, shape, self)
+                        if fitted is shape and not (excess and await self._compact(excess, digest)):
+                            raise
+                        work.tally.again = True
+                    except BackendError as error:
+                        if send is not None or not self._hide_images(error):
+                            raise
+                reply = self._noted(reply, digest, nth)
+                if not self._follows:
                     await trail.settle()
         except BaseException as error:
-            self._gave_up(error, digest, nth, None if self._turn_call is None else self._turn_call.request)
+            self._gave_up(error, digest, nth, None if turn is None else turn.request)
             raise
         finally:
-            if self._turn_call is not None and work.asking is self._turn_call.request:
+            if turn is not None and work.asking is turn.request:
                 work.asking = None
-            self._turn_call = None
         self._add_answer(reply)
         return reply
 
-    async def _answer(self, shape: RequestShape, digest: str, send: Send | None) -> Reply:
-        """Send the request and return its answer. A conversation that turns out to be too long is compacted, once; one
-        whose images the model refuses is sent without them."""
-        work, compactor = self._work, self._compactor
-        r, trail = work.r, work.trail
-        fitted, overflows, reply = shape, 0, None
-        if compactor is not None and compactor.context is not None:
-            if excess := compactor.excess(self):
-                await self._compact(excess, digest)
-            if shape.max_tokens is not None:
-                fitted = compactor.fitted(shape, compactor.foreseen(self))
-        while reply is None:
-            if self._follows and trail.records and work.ticket is None and not trail.is_settled:
-                await trail.settle()  # before later steps depend on it
-            turn = self._turn_call = self._turn(fitted)
-            question = turn if send is None else send(turn.request)
-            ticket = work.claim(fitted.model, self)
-            try:
-                reply = await r.dispatcher.ask(question, r.policy, ticket=ticket, observer=turn)
-            except ContextOverflow as error:
-                overflows += 1
-                if compactor is None or overflows > 1:
-                    raise
-                fitted, excess = compactor.after(error, shape, self)
-                if fitted is shape and not (excess and await self._compact(excess, digest)):
-                    raise
-                work.tally.again = True
-            except BackendError as error:
-                if send is not None or not self._hide_images(error):
-                    raise
-        if self._images and r.sees_images is None:
-            r.note_images(accepted=not self._hides)
+    async def _made_to_fit(self, shape: RequestShape, digest: str, compactor: Compactor) -> RequestShape:
+        """Cut what is too long for the context. Returns the shape with as many answer tokens as there is room for."""
+        if excess := compactor.excess(self):
+            await self._compact(excess, digest)
+        return shape if shape.max_tokens is None else compactor.fitted(shape, compactor.foreseen(self))
+
+    def _noted(self, reply: Reply, digest: str, nth: int) -> Reply:
+        """Record a new answer, that of the tool loop with its next step. Returns it with doubts in place of tokens."""
+        work, trail, replay = self._work, self._work.trail, self._work.replay
+        if reply.tokens is not None:
+            reply = self._doubted(reply)
+        if self._images and work.r.sees_images is None:
+            work.r.note_images(accepted=not self._hides)
         if self._cut_from is not None:
             self._tell_of_cut(reply, self._cut_from)
-        return reply if reply.tokens is None else self._doubted(reply)
+        if self._follows:
+            work.answered = (reply, digest) if trail.records else None
+        elif replay is not None:
+            said = self.said.messages[: self._digested]
+            trail.add(replay.add_ask(digest, nth, reply, work.spent(), said, self._digests, work.r.shared.messages))
+        return reply
 
     def _doubted(self, reply: Reply) -> Reply:
         """Return the answer with its doubts in place of its tokens."""
