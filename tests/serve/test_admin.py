@@ -33,7 +33,16 @@ async def test_the_commands_work_by_address_and_by_directory(
         assert await command(client, "list") == 0
         assert f"{batch['id']}  completed  operator" in capsys.readouterr().out
         assert await command(client, "status", "--json") == 0
-        assert orjson.loads(capsys.readouterr().out)["lines_left"] == 0
+        state = orjson.loads(capsys.readouterr().out)
+        assert state["lines_left"] == 0
+        assert await command(client, "status") == 0
+        told = capsys.readouterr().out
+        assert "0 unfinished batches, 0 lines left\n0 lines in flight\n" in told
+        assert f"operator: {state['tenants']['operator']['tokens_today']:,} tokens today (UTC), 0 lines" in told
+        assert not {"{", "_", "null", "None"} & set(told.replace(model.address, ""))
+        tenant = client.with_key(client.server.catalog.add_tenant(Tenant("one")))
+        assert await command(tenant, "status") == 0
+        assert "tokens today (UTC): 0\n" in capsys.readouterr().out
         output = tmp_path / "out.jsonl"
         assert await command(client, "export", batch["id"], "--output", str(output)) == 0
         assert {orjson.loads(line)["custom_id"] for line in output.read_bytes().splitlines()} == {"a", "b"}
@@ -44,6 +53,8 @@ async def test_the_commands_work_by_address_and_by_directory(
     assert main(["serve", "list", *data]) == 0
     assert batch["id"] in capsys.readouterr().out
     assert main(["serve", "status", *data]) == 0
+    told = capsys.readouterr().out
+    assert f"operator: {state['tenants']['operator']['tokens_today']:,} tokens today (UTC)" in told and "{" not in told
     assert main(["serve", "export", batch["id"], "--output", str(output), *data]) == 0
     assert main(["serve", "cancel", batch["id"], *data]) == 0
     assert "completed" in capsys.readouterr().out

@@ -228,7 +228,9 @@ async def test_the_command_asks_the_running_server_and_says_what_it_needs(tmp_pa
             await tenant.wait((await tenant.create([chat("b")]))["id"], "in_progress")
             why = (await tenant.get("/serve/status"))["waiting_because"]
             assert "every request is denied" in why and model.address not in why
-        assert "lines_left: 2" in await output_of(*command)  # no server: the data tell it
+        told = await output_of(*command)
+        assert f"no running server answered; this is what {tmp_path} has" in told
+        assert "2 unfinished batches, 2 lines left" in told
 
 
 async def output_of(*command: str) -> str:

@@ -223,6 +223,49 @@ async def test_the_page_is_readable_on_a_phone_and_in_the_dark(tmp_path: Path) -
         assert await page.ask("getComputedStyle(document.body).backgroundColor") == "rgb(22, 22, 20)"
 
 
+BEYOND = """[...document.querySelectorAll('.panel')].flatMap((panel) => [...panel.querySelectorAll('table, svg, ul')]
+  .filter((each) => !each.closest('.scroll'))
+  .filter((each) => each.getBoundingClientRect().right > panel.getBoundingClientRect().right)
+  .map((each) => panel.innerText))"""
+AXES = """[...document.querySelectorAll('.chart')].map((chart) => [...chart.querySelectorAll('text')]
+  .map((each) => [each.textContent, parseFloat(getComputedStyle(each).fontSize) * each.getCTM().a]))"""
+KEEP = """const write = CanvasRenderingContext2D.prototype.fillText; window.written = [];
+  CanvasRenderingContext2D.prototype.fillText = function (text, ...place) {
+    written.push(text);
+    write.call(this, text, ...place);
+  }"""
+
+
+async def test_charts_and_tables_of_a_fleet_stay_readable_on_a_phone(tmp_path: Path) -> None:
+    run = await recorded(tmp_path / "run", 12, max_inflight=1)
+    async with opened(run, place="/run/run") as page:
+        await page.size(390, 800)
+        await page.until("document.querySelectorAll('.chart svg').length === 4")
+        assert await page.ask(BEYOND) == []
+        for axis in await page.ask(AXES):
+            assert min(size for _, size in axis) >= 11
+            texts = [text for text, _ in axis]
+            assert len(texts) == len(set(texts))  # not 0, 1, 1
+        await page.ask(KEEP)
+        await page.ask("location.hash = '/run/run/timeline'")
+        await page.until("window.written.length")
+        names = {name for name in await page.ask("window.written") if "//" in name}
+        assert names and not any("…" in name for name in names)
+
+
+async def test_the_stages_of_a_pipeline_stand_one_below_the_other_on_a_phone(tmp_path: Path) -> None:
+    backend = ScriptedBackend(lambda request: Say("it"))
+    stages = Pipeline(["a", "b"]).map(name="one", task="{input}").map(name="two", task="{input}")
+    await stages.map(name="three", task="{input}").run(backend=backend, run_dir=tmp_path / "run")
+    async with opened(tmp_path / "run", place="/run/run") as page:
+        tops = "new Set([...document.querySelectorAll('.stage')].map((each) => each.getBoundingClientRect().top)).size"
+        await page.until("document.querySelectorAll('.stage').length === 3")
+        assert await page.ask(tops) == 1
+        await page.size(390, 800)
+        await page.until(f"{tops} === 3")
+        assert await page.ask("document.querySelector('.stages').parentElement.scrollWidth") <= 390
+
+
 @thorough
 async def test_rows_with_a_long_column_name_fit_a_phone(tmp_path: Path) -> None:
     inputs = [{"a_column_with_a_name_" + "that_goes_on_and_on_" * 5: "some words " * 20}] * 3

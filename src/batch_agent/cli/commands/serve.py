@@ -29,6 +29,7 @@ from batch_agent.cli.output.streams import put, say
 from batch_agent.cli.spec.numbers import add_address, amount, byte_count, number, positive
 from batch_agent.errors import SpecError, about
 from batch_agent.messages import JsonObject
+from batch_agent.observe.text import clock
 from batch_agent.record.address import StoreAddress
 from batch_agent.record.lock import is_locked
 from batch_agent.serve import DEFAULT_PORT, ServeOptions
@@ -372,15 +373,51 @@ def admin_command(options: argparse.Namespace) -> int:
     elif options.action == "cancel":
         put(f"{document['id']} is {document['status']}: {document['summary']}")
     else:
-        endpoints = document.pop("endpoints", [])
-        for name, value in document.items():
-            put(f"{name}: {value if not isinstance(value, dict | list) else orjson.dumps(value).decode()}")
-        for each in cast("list[JsonObject]", endpoints):
-            put(_endpoint_line(each))
+        if "uptime_seconds" not in document:
+            put(f"no running server answered; this is what {options.data} has:")
+        for line in _told(document):
+            put(line)
     return 0
 
 
-def _endpoint_line(each: JsonObject) -> str:
+def _told(document: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the state of a server in words. A tenant sees less of it, and the data alone tell still less."""
+    yield f"{_count(document['batches'], 'unfinished batch', 'es')}, {_count(document['lines_left'], 'line')} left"
+    if (flying := document.get("lines_in_flight")) is not None:
+        yield f"{_count(flying, 'line')} in flight"
+    if document.get("waiting_because"):
+        yield f"waiting: {document['waiting_because']}"
+    if people := document.get("interactive"):
+        now = f"{people['in_flight']:,} in flight, {people['waiting']:,} waiting"
+        yield f"interactive requests: {now}, {people['requests']:,} since the start"
+    if ratio := document.get("latency_ratio"):
+        target = f"; target {document['latency_target']} times" if document.get("latency_target") else ""
+        yield f"latency of interactive requests: {ratio:.1f} times that of an idle engine{target}"
+    if document.get("target_given_up"):
+        yield str(document["target_given_up"])
+    used = document.get("tokens_today")
+    if isinstance(used, int):
+        yield f"tokens today (UTC): {used:,}{_reserved(document)}"
+    for name, tokens in sorted(used.items()) if isinstance(used, dict) else ():
+        yield f"{name}: {tokens:,} tokens today (UTC)"
+    for name, each in document.get("tenants", {}).items():
+        tokens = f"{each['tokens_today']:,} tokens today (UTC){_reserved(each)}"
+        yield f"{name}: {tokens}, {_count(each['lines_in_flight'], 'line')} in flight, share {each['share']}"
+    for each in document.get("endpoints", ()):
+        yield _endpoint_line(each)
+    if (up := document.get("uptime_seconds")) is not None:
+        yield f"running for {clock(up)}"
+
+
+def _count(amount: int, noun: str, plural: str = "s") -> str:
+    return f"{amount:,} {noun}{'' if amount == 1 else plural}"
+
+
+def _reserved(account: Mapping[str, Any]) -> str:
+    return f", {account['tokens_reserved']:,} more reserved" if account.get("tokens_reserved") else ""
+
+
+def _endpoint_line(each: Mapping[str, Any]) -> str:
     """Return the line of a server of a model: what it does, or since when it cannot answer, why, and what it needs."""
     if each["up"]:
         return f"{each['upstream']}: up, {each['in_flight']} in flight"

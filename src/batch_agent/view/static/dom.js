@@ -64,6 +64,7 @@ export function short(value) {
 
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
+  if (value > 0 && value < 0.0005) return "<1 ms";
   if (value < 1) return `${Math.round(value * 1000)} ms`;
   if (value < 10) return `${value.toFixed(1)} s`;
   if (value < 60) return `${Math.round(value)} s`;
@@ -103,11 +104,12 @@ export function panel(title, aside, ...children) {
   return h("section", { class: "panel" }, h("h2", null, title, aside ? h("small", null, aside) : null), children);
 }
 
+// A table that scrolls within its place if it is too wide for it.
 export function table(headings, rows, attributes) {
-  return h("table", attributes,
+  return h("div", { class: "scroll" }, h("table", attributes,
     h("thead", null, h("tr", null, headings.map((heading) =>
       h("th", { class: typeof heading === "string" ? null : heading[1] }, typeof heading === "string" ? heading : heading[0])))),
-    h("tbody", null, rows));
+    h("tbody", null, rows)));
 }
 
 export const link = (hash, ...children) => h("a", { href: "#" + hash }, children);

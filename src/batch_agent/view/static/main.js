@@ -99,7 +99,7 @@ async function openList(mine) {
     h("td", { class: "r" }, short(run.tokens)), h("td", { class: "r" }, dollars(run.cost, run.cost_is_minimum)),
     h("td", { class: "quiet" }, run.started ? when(run.started) : text(run.why || "")), h("td", { class: "quiet" }, text(run.model || ""))));
   fill(page, h("div", { class: "line" }, h("h1", null, "Runs"), h("span", { class: "grow" }), button),
-    h("div", { class: "scroll" }, table(["", "run", "state", ["rows", "r"], ["failed", "r"], ["tokens", "r"], ["cost", "r"], "started", "model"], lines, { class: "rows" })));
+    table(["", "run", "state", ["rows", "r"], ["failed", "r"], ["tokens", "r"], ["cost", "r"], "started", "model"], lines, { class: "rows" }));
   mine.keys = selectable(lines, (line) => line.click());
 }
 

@@ -2,7 +2,7 @@
 import { h, fill, panel, table, text, number, short, seconds, dollars, share, pace, when, link, address, rowAt, state, clock } from "./dom.js";
 import { get, isReport } from "./source.js";
 import { score } from "./score.js";
-import { timeChart, spark, bar, stageGraph } from "./charts.js";
+import { timeChart, spark, bar, legend, stageGraph } from "./charts.js";
 
 // Places in a sample: [kind, at, done, failed, running, queued, tools, backing off, prompt, cached, completion, cost, endpoints, slots]
 const AT = 1, DONE = 2, RUNNING = 4, QUEUED = 5, TOOLS = 6, ENDPOINTS = 12, SLOTS = 13;
@@ -119,7 +119,7 @@ function flights({ samples, changes }, live) {
     timeChart([
       { points: samples.map((sample) => [sample[AT], (sample[ENDPOINTS][name] || [])[0] ?? null]), kind: "area", class: "c1" },
       { points: samples.map((sample) => [sample[AT], (sample[ENDPOINTS][name] || [])[1] ?? null]), kind: "step", class: "c-limit" },
-    ], { height: 84, width: 330, left: 26, few: true, marks: outages(changes, name, to), from, to })))) : null;
+    ], { height: 84, left: 26, marks: outages(changes, name, to), from, to })))) : null;
   const limit = samples.map((sample) => [sample[AT], sample[SLOTS]]);
   const whole = timeChart([
     { points: samples.map((sample) => [sample[AT], sample[RUNNING]]), kind: "area", class: "c1" },
@@ -127,7 +127,7 @@ function flights({ samples, changes }, live) {
     { points: samples.map((sample) => [sample[AT], sample[QUEUED]]), kind: "line", class: "c4" },
     { points: limit, kind: "step", class: "c-limit" },
   ], { height: charts ? 130 : 190, marks: outages(changes, null, to), from, to });
-  return panel("In flight", h("span", { class: "legend" }, h("i", { class: "c1" }), "requests", h("i", { class: "c3" }), "at tools", h("i", { class: "c4" }), "queued", h("i", { class: "c-limit" }), "limit"), whole, charts);
+  return panel("In flight", legend({ c1: "requests", c3: "at tools", c4: "queued", "c-limit": "limit" }), whole, charts);
 }
 
 function endpoints(data, live) {
@@ -135,13 +135,16 @@ function endpoints(data, live) {
   if (!list.length) return null;
   const colour = { healthy: "good", down: "bad", "given up": "bad" };
   const lines = list.map((each) => h("tr", null,
-    h("td", null, text(each.name || (status.backend || "server")), each.model ? h("div", { class: "quiet" }, text(each.model)) : null),
+    h("td", { class: "place" }, text(each.name || (status.backend || "server")).map(breakable), each.model ? h("div", { class: "quiet" }, text(each.model)) : null),
     h("td", { class: live ? colour[each.state] || "warn" : "quiet" }, each.state, each.reason ? h("div", { class: "quiet" }, text(each.reason, 160)) : null, live ? reasons(each) : null),
     h("td", { class: "r" }, live ? number(each.inflight) : "–"), h("td", { class: "r" }, each.limit === null ? "none" : number(each.limit)),
     h("td", { class: "r" }, seconds(each.seconds_per_turn))));
   return panel("Endpoints", status.outage_seconds ? `down for ${seconds(status.outage_seconds)} in total` : null,
     table(["endpoint", "health", ["in flight", "r"], ["limit", "r"], ["per turn", "r"]], lines));
 }
+
+// An address may break after its scheme.
+const breakable = (part) => (typeof part === "string" ? part.split(/(?<=:\/\/)/).flatMap((piece, place) => (place ? [h("wbr"), piece] : [piece])) : part);
 
 // Which rules decided about a server, and their evidence: the present ones, and the earlier ones behind a click.
 function reasons(each) {
@@ -171,7 +174,7 @@ function tools(data, live) {
   if (!list.length) return null;
   const most = Math.max(...list.map((each) => each.seconds || 0), 1e-9);
   const lines = list.map((each) => h("tr", null,
-    h("td", null, text(each.name), h("div", { class: "meter" }, h("span", { style: { width: `${(100 * (each.seconds || 0)) / most}%` } }))),
+    h("td", { class: "place" }, text(each.name), h("div", { class: "meter" }, h("span", { style: { width: `${(100 * (each.seconds || 0)) / most}%` } }))),
     h("td", { class: "r" }, number(each.calls)), h("td", { class: "r" }, number(each.shared + each.cached)),
     h("td", { class: each.failed ? "r bad" : "r", title: each.reason || "" }, number(each.failed)),
     h("td", { class: "r" }, seconds(each.seconds)), h("td", { class: "r" }, seconds(each.p50)), h("td", { class: "r" }, seconds(each.p99))));

@@ -31,7 +31,7 @@ function matrix(name, confusion, key) {
     const count = confusion[gold][answer] || 0, at = JSON.stringify([name, gold, answer === "(other)" ? "" : answer]);
     return h("td", { class: `r ${gold === answer ? "good" : count ? "bad" : "quiet"}` }, count ? link(`${address("run", key, "rows")}?cell=${encodeURIComponent(at)}`, number(count)) : "0");
   };
-  return h("div", { class: "scroll matrix" }, h("h3", null, text(name, 60), h("span", { class: "quiet" }, " gold by line, answers by column")),
+  return h("div", { class: "matrix" }, h("h3", null, text(name, 60), h("span", { class: "quiet" }, ": gold by line, answers by column")),
     table(["gold", ...said.map((answer) => [text(answer, 24), "r"])], golds.map((gold) => h("tr", null, h("th", null, text(gold, 40)), said.map((answer) => cell(gold, answer))))));
 }
 

@@ -110,10 +110,10 @@ function numbers(state) {
 // For the operator.
 function parts(state) {
   return h("div", { class: "columns", style: { marginTop: "14px" } },
-      panel("Endpoints", null, h("div", { class: "scroll" }, table(["endpoint", "state", ["in flight", "r"], ["limit", "r"]], state.endpoints.map((each) => h("tr", null,
-        h("td", { class: "clip" }, text(each.endpoint)), h("td", null, each.up ? h("span", { class: "good" }, "up") : h("span", { class: "bad", title: `${each.upstream}: ${each.reason}; it needs ${each.needs}` }, `down for ${seconds(each.down_seconds)}: ${each.why}: `, text(each.reason, 120), h("div", { class: "small" }, `needs ${each.needs}; tried again in ${each.next_trial_seconds} s`))), h("td", { class: "r" }, number(each.in_flight)), h("td", { class: "r" }, number(each.limit))))))),
-      panel("Tenants", null, h("div", { class: "scroll" }, table(["tenant", ["share", "r"], ["tokens today", "r"], ["in flight", "r"]], Object.entries(state.tenants).map(([name, each]) => h("tr", null,
-        h("td", { class: "clip" }, text(name)), h("td", { class: "r" }, each.share), h("td", { class: "r" }, short(each.tokens_today)), h("td", { class: "r" }, number(each.lines_in_flight))))))));
+      panel("Endpoints", null, table(["endpoint", "state", ["in flight", "r"], ["limit", "r"]], state.endpoints.map((each) => h("tr", null,
+        h("td", { class: "clip" }, text(each.endpoint)), h("td", null, each.up ? h("span", { class: "good" }, "up") : h("span", { class: "bad", title: `${each.upstream}: ${each.reason}; it needs ${each.needs}` }, `down for ${seconds(each.down_seconds)}: ${each.why}: `, text(each.reason, 120), h("div", { class: "small" }, `needs ${each.needs}; tried again in ${each.next_trial_seconds} s`))), h("td", { class: "r" }, number(each.in_flight)), h("td", { class: "r" }, number(each.limit)))))),
+      panel("Tenants", null, table(["tenant", ["share", "r"], ["tokens today", "r"], ["in flight", "r"]], Object.entries(state.tenants).map(([name, each]) => h("tr", null,
+        h("td", { class: "clip" }, text(name)), h("td", { class: "r" }, each.share), h("td", { class: "r" }, short(each.tokens_today)), h("td", { class: "r" }, number(each.lines_in_flight)))))));
 }
 
 const turning = (next, again) => h("span", { class: "paging" },
@@ -135,7 +135,7 @@ async function batches() {
   };
   const next = found.length === BATCHES ? found.at(-1).id : "";
   return () => fill(page, numbers(state),
-    found.length ? h("div", { class: "scroll" }, table(["status", "progress", "batch", ...(many ? ["tenant"] : []), ["failed", "r"], ["rate", "r"], ["tokens", "r"], "end", "model", ""], found.map(line), { class: "rows" })) : h("p", { class: "quiet empty" }, "No batches yet. Create one with your client."),
+    found.length ? table(["status", "progress", "batch", ...(many ? ["tenant"] : []), ["failed", "r"], ["rate", "r"], ["tokens", "r"], "end", "model", ""], found.map(line), { class: "rows" }) : h("p", { class: "quiet empty" }, "No batches yet. Create one with your client."),
     next || cursors.length > 1 ? turning(next, look) : null, many ? parts(state) : null);
 }
 
@@ -194,7 +194,7 @@ async function batch(id) {
         tile("rate", rate(found)), tile("tokens", short(usage.total_tokens), `${short(usage.input_tokens)} in, of these ${short(usage.input_tokens_details.cached_tokens)} cached`, `${short(usage.output_tokens)} out`),
         tile(LIVE.includes(found.status) ? "estimated end" : "ended", end(found)[0], end(found)[1])),
       h("div", { class: "line filters" }, h("div", { class: "choice" }, Object.entries(states).map(([name, title]) => h("button", { class: chosen === name && !sought ? "on" : null, onclick: again(() => { chosen = name; sought = ""; }) }, `${title} ${number(amounts[name])}`))), search, h("span", { class: "grow" }), lines.note ? h("span", { class: "quiet" }, lines.note) : null, turning(lines.next, look)),
-      rows.length ? h("div", { class: "scroll" }, table([["line", "r"], "custom_id", "state", "input", "output or error"], rows, { class: "rows" })) : h("p", { class: "quiet empty" }, sought ? "No line has this custom_id." : "No lines."));
+      rows.length ? table([["line", "r"], "custom_id", "state", "input", "output or error"], rows, { class: "rows" }) : h("p", { class: "quiet empty" }, sought ? "No line has this custom_id." : "No lines."));
   };
 }
 
