@@ -3,7 +3,7 @@
 Rows are drawn at random without replacement, and the table has an unknown number of wrong ones. The ratio of prior and
 posterior of that number is a martingale for the true one: with a beta-binomial prior of ``a`` and ``b`` it exceeds
 ``1 / error`` at any look with at most the probability ``error`` (Ville's inequality). A number of wrong rows whose
-ratio has reached ``1 / error`` is refuted for ever. The prior is chosen before the first row is drawn, and named.
+ratio has reached ``1 / error`` is refuted for good. The prior is chosen before the first row is drawn, and named.
 """
 
 from __future__ import annotations

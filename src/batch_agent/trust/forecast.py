@@ -37,7 +37,7 @@ class Plan(NamedTuple):
 
 def rates(walk: Walk) -> list[float]:
     """Return, for each threshold, the share of all rows that are kept and wrong, as the audit shows it: a little less,
-    because an audit that goes on too long costs less than one that stops too early."""
+    because an audit that takes too long costs less than one that stops too early."""
     means = ((wrong + 0.5) / (walk.drawn + 1) for wrong in walk.wrong)
     return [max(0.3 * mean, mean - HOPE * math.sqrt(mean * (1 - mean) / (walk.drawn + 1))) for mean in means]
 
@@ -80,7 +80,7 @@ def plan(
 
 
 def possible(walk: Walk, done: Sequence[int], judgements: float, *, repairs: bool = True) -> bool:
-    """Return whether the promise can still hold within so many judgements, if all further ones find no wrong row."""
+    """Return whether the promise can still hold within this number of judgements, if none finds a wrong row."""
     found = plan(walk, done, [0.0] * len(walk.most), repairs=repairs)
     return found.threshold is not None and found.left <= judgements
 

@@ -1,4 +1,4 @@
-"""A promise about a table: at most so many of its rows are wrong, with 95 % confidence.
+"""A promise about a table: at most a stated share of its rows is wrong, with 95 % confidence.
 
 Rows of a random order (the audit) are answered by people who do not see the models' answers. Each threshold of doubt
 makes another table: rows above it are sent on (to people, or to the next model), the others keep their answer. ``Walk``
