@@ -22,7 +22,7 @@ LEVEL = 0.8
 WIDEST = 10.0  # an interval with a larger ratio of its ends says nothing
 
 
-class Plan(NamedTuple):
+class Workload(NamedTuple):
     """``threshold``: the place of the one to reach, None if no table can keep the promise. ``audit``: further rows of
     the audit until then, ``repair``: rows that are sent on there and that people have not judged."""
 
@@ -44,7 +44,7 @@ def rates(walk: Walk) -> list[float]:
 
 def plan(
     walk: Walk, done: Sequence[int], shares: Sequence[float] | None = None, *, first: int = 0, repairs: bool = True
-) -> Plan:
+) -> Workload:
     """Return the cheapest way to a promise that holds. ``done``: rows in each band that people have judged. ``shares``:
     the wrong share of the rows that come, for each threshold. ``first``: rows of the audit's first step. ``repairs``:
     False if the rows that are sent on cost people nothing."""
@@ -56,10 +56,10 @@ def plan(
         behind[place] = judged  # rows that are sent on and judged
     least = max(0, min(first, tables.rows) - walk.drawn)
 
-    def cost(place: int, audit: int) -> Plan:
+    def cost(place: int, audit: int) -> Workload:
         open_rows = max(0, tables.sent[place] - behind[place]) if repairs else 0
         met = audit * open_rows / rest if rest > 0 else open_rows  # rows that are audited need no repair
-        return Plan(place, audit, max(0, round(open_rows - met)))
+        return Workload(place, audit, max(0, round(open_rows - met)))
 
     best = cost(walk.passed, least) if walk.passed is not None else None
     audit = least
@@ -76,7 +76,7 @@ def plan(
         found = cost(place, audit)
         if best is None or found.left < best.left:
             best = found
-    return Plan(None, 0, 0) if best is None else best
+    return Workload(None, 0, 0) if best is None else best
 
 
 def possible(walk: Walk, done: Sequence[int], judgements: float, *, repairs: bool = True) -> bool:
