@@ -98,6 +98,8 @@ class Options(TypedDict, total=False):
     examples: str | Path | Sequence[tuple[Any, Any]] | None
     pilot_key: str | None
     pilot_only: bool
+    overlap: float
+    review_lease: float
     sinks: Sequence[Sink]
     events: str | Path | None
     metrics_port: int | str | None

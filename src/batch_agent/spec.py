@@ -500,6 +500,20 @@ class BatchSpec(BaseModel):
         Switch, Scope.WHOLE, NotSettable("give --pilot without --yes: it stops after the pilot", in_files=True)
     ] = Field(False, description="Run only the rows of the pilot, and return their results in input order.")
 
+    # People
+    overlap: Annotated[
+        Number,
+        Field(ge=0, le=1),
+        Allowed("a share from 0 to 1"),
+        Flag("SHARE", "share of the rows that go to two people in a review"),
+    ] = Field(
+        0.1,
+        description="Share of the rows that go to two people in a review, which shows how well they agree.",
+    )
+    review_lease: Annotated[
+        Seconds, Allowed("a number of seconds above 0"), Flag("SECONDS", "how long a row is a reviewer's own")
+    ] = Field(600.0, description="Seconds for which a row that a reviewer gets goes to no other reviewer.")
+
     # Events and metrics
     sinks: Annotated[
         Sequence[Callable[..., Any]],

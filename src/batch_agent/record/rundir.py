@@ -52,6 +52,7 @@ RUN, JOURNAL, RESULTS, FAILURES, SUMMARY, LOCK, JOBS = (
 )
 GOLD = "gold.jsonl"
 SCHEMA = "schema"  # the fact that has the schema of the answers
+REVIEWED = "review"  # the fact that has what a review needs to know of the options
 OPTIONS = "options"  # the fact that has the resolved options of a run
 
 

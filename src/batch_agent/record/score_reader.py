@@ -85,7 +85,7 @@ def known_of_run(run: RunReader) -> tuple[RunGold, OutputSchema[object] | None, 
         complete=view.state == "complete",
         examples=ExampleRows.of_facts(part),
     )
-    return known, *_schema_of(part)
+    return known, *schema_of(part)
 
 
 def known_of_file(path: Path) -> tuple[list[Record], RunGold]:
@@ -132,7 +132,7 @@ def _facts_of(run: RunReader, stage: str) -> JsonObject:
         return part.facts()
 
 
-def _schema_of(facts: JsonObject) -> tuple[OutputSchema[object] | None, bool]:
+def schema_of(facts: JsonObject) -> tuple[OutputSchema[object] | None, bool]:
     """Return the schema of a record, and whether it is known. Earlier versions did not keep it."""
     recorded = facts.get(SCHEMA)
     if SCHEMA not in facts:
@@ -153,7 +153,7 @@ def _recorded_gold(run: RunReader, facts: JsonObject, part: JsonObject) -> Taken
     recorded = facts.get(GOLD_FACT)
     if not isinstance(recorded, dict) or not isinstance(columns := recorded.get("fields"), dict):
         return None
-    schema, typed = _schema_of(part)
+    schema, typed = schema_of(part)
     gold = checked_gold(cast("Mapping[str, str]", columns), schema, known=typed)
     table = GoldTable.of_lines(iter(run.gold_lines()), by_name=bool(stage_names(facts)))
     taken = frozenset(cast("Iterable[str]", recorded.get("taken") or ()))

@@ -32,7 +32,7 @@ from batch_agent.record.journal import Journal, to_its_end
 from batch_agent.record.memory import MemoryStore
 from batch_agent.record.redis.store import ANNOUNCED, RedisRunStore
 from batch_agent.record.row_json import encode_result, encode_row
-from batch_agent.record.rundir import OPTIONS, SCHEMA, State
+from batch_agent.record.rundir import OPTIONS, REVIEWED, SCHEMA, State
 from batch_agent.record.store import OBSERVED, Account, Increment, Resuming, RunStore, WorkStore
 from batch_agent.run.changes import Changes, OnChange, options_of
 from batch_agent.run.control import Inside
@@ -200,6 +200,7 @@ def facts_of(
         "total": prepared.plan.total,
         OPTIONS: options_of(prepared),
         SCHEMA: None if prepared.schema is None else prepared.schema.written_schema,
+        REVIEWED: _review_facts(prepared),
     }
     if prepared.gold is not None:
         facts[GOLD_FACT] = prepared.gold.facts
@@ -216,6 +217,19 @@ def facts_of(
     if command is not None:
         facts["command"] = dict(command)
     return facts
+
+
+def _review_facts(prepared: Prepared) -> JsonObject:
+    """Return what a review needs to know: its options, and where the images and documents of rows are."""
+    spec = prepared.spec
+    column = spec.document_column
+    roots = [spec.image_root, Path.cwd()]
+    return {
+        "overlap": spec.overlap,
+        "lease": spec.review_lease,
+        "fields": [*spec.images, *([] if column is None else [column])],
+        "roots": [*dict.fromkeys(str(Path(root).absolute()) for root in roots if root is not None)],
+    }
 
 
 def facts_for_workers(

@@ -225,7 +225,7 @@ class Gold:
             try:
                 found[name] = self.fields[name].read(cell)
             except ValueError as error:
-                raise ValueError(f"{column} is {_shown(cell)}: {error}") from None
+                raise ValueError(f"{column} is {shown_cell(cell)}: {error}") from None
         return found
 
     def typed_by(self, answers: Sequence[JsonValue]) -> Gold:
@@ -412,10 +412,10 @@ def _judged(each: GoldField, answer: JsonValue, gold: JsonValue) -> bool:
     except Exception as error:  # the user's function may raise anything
         what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         raise SpecError(
-            f"score: the function of {each.name} raised {what} for {_shown(answer)} and {_shown(gold)}"
+            f"score: the function of {each.name} raised {what} for {shown_cell(answer)} and {shown_cell(gold)}"
         ) from error
     if said not in (True, False):
-        raise SpecError(f"score: the function of {each.name} returned {_shown(said)}; it must return True or False")
+        raise SpecError(f"score: the function of {each.name} returned {shown_cell(said)}; it must return True or False")
     return bool(said)
 
 
@@ -447,7 +447,8 @@ def _kind_of_value(value: JsonValue) -> Kind:
     return "text" if isinstance(value, str) else "json"
 
 
-def _shown(value: object) -> str:
+def shown_cell(value: object) -> str:
+    """Return a value for a message."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else f"{text[:59]}…"
 

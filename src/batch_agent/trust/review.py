@@ -116,10 +116,17 @@ class _Judged:
 
 
 class Review:
-    """``same`` says whether two answers are the same. ``overlap`` is the share of rows that two people judge."""
+    """``same`` says whether two answers are the same, ``fits`` whether an answer in a queue is one by the schema of
+    now. ``overlap`` is the share of rows that two people judge."""
 
-    def __init__(self, same: Callable[[JsonValue, JsonValue], bool], *, overlap: float) -> None:
-        self._same, self._overlap = same, overlap
+    def __init__(
+        self,
+        same: Callable[[JsonValue, JsonValue], bool],
+        *,
+        overlap: float,
+        fits: Callable[[JsonValue, Queue], bool] = lambda output, queue: True,
+    ) -> None:
+        self._same, self._overlap, self._fits = same, overlap, fits
         self._order = KeyedOrder(OVERLAP_KEY)
         self.clear()
 
@@ -132,6 +139,7 @@ class Review:
         self._events: dict[int, Event] = {}  # judgements and skips by number
         self.names: dict[str, str] = {}  # person → name as it was first given
         self.audit_rows = 0  # asked for without a promise
+        self.outdated = 0  # answers that the schema of now does not allow
 
     def add(self, events: Iterable[Event]) -> None:
         """Take the next events of the log."""
@@ -153,8 +161,11 @@ class Review:
         if event.kind == "free":
             judged.leases.pop(who, None)
             return
-        self.names.setdefault(who, event.who)
         judged.leases.pop(who, None)
+        if event.kind == "answer" and not self._fits(event.output, event.queue):
+            self.outdated += 1
+            return
+        self.names.setdefault(who, event.who)
         if event.kind == "skip":
             judged.skips.append(event)
         else:
@@ -248,6 +259,8 @@ class Review:
             if not self._may(place, who, now):
                 continue
             lease = judged.leases.get(who)
+            if lease is not None and lease.until is None:  # a file has it
+                continue
             if lease is not None and _holds(lease, now):
                 return place
             skipped = sum(person(each.who) == who for each in judged.of(place.input)[1])
@@ -286,6 +299,13 @@ class Review:
         """Return the leases of a person; with ``for_good`` only those without an end, which a file has taken."""
         found = (judged.leases.get(person(name)) for judged in self._rows.values())
         return [each for each in found if each and _holds(each, now) and (each.until is None or not for_good)]
+
+    def has_seen(self, row: int, name: str) -> bool:
+        """Return whether a row was given to a person."""
+        who = person(name)
+        every = [judged for queue in QUEUES if (judged := self._rows.get((row, queue))) is not None]
+        said = [event for judged in every for event in (*judged.standing, *judged.skips)]
+        return any(who in judged.leases for judged in every) or any(person(event.who) == who for event in said)
 
     # Numbers
 

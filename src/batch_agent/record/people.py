@@ -1,0 +1,492 @@
+"""The review of a run: which rows people see, what a person gets and gives, and what is delivered in the end.
+
+``PeopleReview`` joins the log of a review with the rows of the run. It reads the record and appends to the log alone,
+so it works while the run works, after it, and beside other processes that review the same run. Methods block. Use it in
+one thread at a time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from hashlib import blake2b
+from itertools import repeat
+from typing import NamedTuple, Self, cast
+
+from pydantic import JsonValue
+
+from batch_agent.compiler.schema import OutputSchema
+from batch_agent.errors import (
+    BackendError,
+    BadResponse,
+    Cancelled,
+    Interrupted,
+    OutcomeUnknown,
+    OutputError,
+    RateLimited,
+    RecordUnreadable,
+    ReplayMismatch,
+    SpecError,
+    Timeout,
+    Unavailable,
+)
+from batch_agent.files.gold import checked_gold
+from batch_agent.files.results import to_json
+from batch_agent.files.tables import Record
+from batch_agent.messages import JsonObject
+from batch_agent.record.address import RunPlace
+from batch_agent.record.attached import AttachedFile, attached
+from batch_agent.record.reader import RowLines, RunReader, open_run
+from batch_agent.record.review import log_of
+from batch_agent.record.rundir import REVIEWED
+from batch_agent.record.score_reader import part_of, schema_of
+from batch_agent.trust.form import AnswerForm
+from batch_agent.trust.gold import OUTPUT, fields_in, shown_cell
+from batch_agent.trust.order import KeyedOrder
+from batch_agent.trust.review import (
+    AUDIT,
+    AUDIT_KEY,
+    QUEUES,
+    REPAIR,
+    Event,
+    EventKind,
+    Left,
+    PeopleVerdict,
+    Queue,
+    Review,
+    ReviewRow,
+    person,
+)
+
+PEOPLE = "people"  # the entry of a cascade, and who answered a row
+OVERLAP, LEASE = 0.1, 600.0
+LONGEST_NAME = 80
+# Failures that say nothing of a row: the models try it again.
+OUTSIDE = frozenset(
+    each.type
+    for each in (
+        *(BackendError, Timeout, RateLimited, Unavailable, BadResponse),
+        *(Cancelled, Interrupted, ReplayMismatch, RecordUnreadable, OutcomeUnknown),
+    )
+)
+
+
+class Refusal(SpecError):
+    """An answer that is not taken, with the reason for the person who gave it."""
+
+
+class Shown(NamedTuple):
+    """A row as a person gets it. ``model`` is None in the audit: there nothing of the model's answer is shown."""
+
+    row: ReviewRow
+    value: JsonValue  # the input
+    files: Sequence[AttachedFile]
+    model: JsonObject | None
+    until: float | None
+
+
+def input_digest(value: object) -> str:
+    """Return the digest of a row's input."""
+    return blake2b(to_json(value), digest_size=8).hexdigest()
+
+
+def for_people(record: Record, *, cascade: bool) -> bool:
+    """Return whether a row waits for people: it was escalated to them, or without a cascade, it failed by itself."""
+    if cascade or record.get("waits_for") is not None:
+        return record.get("waits_for") == PEOPLE
+    error = record.get("error")
+    return not record.get("ok") and isinstance(error, dict) and error.get("type") not in OUTSIDE
+
+
+class _Rows:
+    """Where the finished rows of a run are, and what the queues need of them: 17 bytes per row, and the rows to
+    repair."""
+
+    def __init__(self, run: RunReader, is_for_people: Callable[[Record], bool]) -> None:
+        self._run, self._is_for_people = run, is_for_people
+        self._order = KeyedOrder(AUDIT_KEY)
+        self._lines: RowLines | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._places, self._ranks = array("q"), array("Q")
+        self.repair: dict[int, tuple[float, ReviewRow]] = {}
+        self.version = 0  # it changes when rows come
+
+    def catch_up(self) -> None:
+        """Read the rows that are new."""
+        if self._lines is None or self._lines.replaced():
+            self.close()
+            self._lines = self._run.lines()
+            self._lines.replaced()
+            version = self.version
+            self._forget()
+            self.version = version + 1
+        while page := self._lines.block():
+            self.version += 1
+            for place, record in page:
+                self._add(place, record)
+
+    def _add(self, place: int, record: Record) -> None:
+        index, name = cast(int, record["index"]), str(record.get("job_id"))
+        if index >= len(self._places):
+            more = index + 1 - len(self._places)
+            self._places.extend(repeat(-1, more))
+            self._ranks.extend(repeat(0, more))
+        self._places[index] = place
+        self._ranks[index] = int.from_bytes(self._order.rank(name)[:8])
+        self.repair.pop(index, None)
+        if self._is_for_people(record):
+            doubt = record.get("doubt")
+            known = float(doubt) if isinstance(doubt, int | float) and record.get("ok") else 2.0  # the most doubtful
+            self.repair[index] = -known, ReviewRow(index, name, REPAIR, input_digest(record.get("input")))
+
+    def first(self, count: int, most: float) -> list[int]:
+        """Return the first rows of the audit's order. ``most`` is the share of all hashes in which they must be."""
+        limit = int(most * 2**64)
+        ranked = ((self._ranks[index], index) for index, place in enumerate(self._places) if place >= 0)
+        return [index for rank, index in heapq.nsmallest(count, ranked) if rank < limit]
+
+    def records(self, indexes: Sequence[int]) -> list[Record | None]:
+        known = [index for index in indexes if 0 <= index < len(self._places) and self._places[index] >= 0]
+        assert self._lines is not None, "the rows were read"
+        found = dict(zip(known, self._lines.read([self._places[index] for index in known]), strict=True))
+        return [found.get(index) for index in indexes]
+
+    def close(self) -> None:
+        if self._lines is not None:
+            self._lines.close()
+            self._lines = None
+
+
+class PeopleReview:
+    """The review of a run; of a pipeline, of its last stage. ``overlap`` and ``lease`` replace the run's options."""
+
+    def __init__(self, whole: RunReader, *, overlap: float | None = None, lease: float | None = None) -> None:
+        self.whole, self._closing = whole, ExitStack()
+        self.run = self._closing.enter_context(part_of(whole))
+        facts = self.run.facts()
+        options = facts.get(REVIEWED)
+        self._options: JsonObject = options if isinstance(options, dict) else {}
+        self.schema, self._typed = schema_of(facts)
+        self.form = form_of(self.schema, typed=self._typed)
+        self.overlap = _number(overlap, self._options.get("overlap"), OVERLAP)
+        self.lease = _number(lease, self._options.get("lease"), LEASE)
+        self.review = Review(self.form.same, overlap=self.overlap, fits=self._is_answer)
+        self.log = log_of(self.run)
+        self._closing.callback(self.log.close)
+        cascade = facts.get("cascade")
+        self.has_cascade = isinstance(cascade, dict)
+        self.expected = self.has_cascade and cast(JsonObject, cascade).get(PEOPLE) is True  # the run needs people
+        self.model = str(facts.get("model") or "model")
+        self._rows = _Rows(self.run, lambda record: for_people(record, cascade=self.expected))
+        self._closing.callback(self._rows.close)
+        self._audit: tuple[object, list[ReviewRow]] = None, []
+
+    @classmethod
+    def open(cls, run: str | RunPlace, *, overlap: float | None = None, lease: float | None = None) -> Self:
+        """Return the review of a run, with what is known of it now. It closes the record too."""
+        with ExitStack() as opened:
+            review = cls(opened.enter_context(open_run(run)), overlap=overlap, lease=lease)
+            opened.callback(review._closing.close)
+            review.catch_up()
+            review._closing = opened.pop_all()
+        return review
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._closing.close()
+
+    def catch_up(self) -> None:
+        """Read the rows and the events that are new."""
+        self._rows.catch_up()
+        self.log.catch_up(self.review)
+
+    def _is_answer(self, output: JsonValue, queue: Queue) -> bool:
+        """Return whether a recorded answer still is one: the schema may have changed since."""
+        try:
+            self.form.read(output, queue)
+        except ValueError:
+            return False
+        return True
+
+    # The queues
+
+    def queue(self, only: Queue | None = None) -> list[ReviewRow]:
+        """Return the rows that people see, judged ones included, in the order in which they come."""
+        audit = self._audited()
+        if only == AUDIT:
+            return audit
+        waits = {row.row for row in audit if not self._goes_to_repair(row)}
+        ranked = sorted((rank, row.row, row) for rank, row in self._rows.repair.values() if row.row not in waits)
+        repair = [row for _, _, row in ranked]
+        return repair if only == REPAIR else [*audit, *repair]
+
+    def _audited(self) -> list[ReviewRow]:
+        """Return the rows of the audit, in its order. While the run works, only those that will certainly be near its
+        head: a row that ends later may come before others."""
+        count = self.review.audit_rows
+        if not count:
+            return []
+        view = self.run.view()
+        works, known = view.state in ("starting", "running"), view.total
+        most = 1.0 if not works else min(1.0, count / known) if known else 0.0
+        version = self._rows.version, count, most
+        if self._audit[0] != version:
+            rows = self._rows.first(count, most)
+            self._audit = version, [*self._named(rows, AUDIT)]
+        return self._audit[1]
+
+    def _named(self, indexes: Sequence[int], queue: Queue) -> Iterator[ReviewRow]:
+        for index, record in zip(indexes, self._rows.records(indexes), strict=True):
+            if record is not None:
+                yield ReviewRow(index, str(record.get("job_id")), queue, input_digest(record.get("input")))
+
+    def _goes_to_repair(self, row: ReviewRow) -> bool:
+        """Return whether a row of the audit needs a repair all the same: it was skipped for good, or the answers of
+        people lack fields that the model has none for."""
+        verdict = self.review.verdict(row.row, AUDIT, row.input)
+        if verdict.kind != "answer":
+            return verdict.kind == "skipped"
+        [record] = self._rows.records([row.row])
+        return record is not None and not self.fits(self.form.merged(record.get("output"), verdict.output))  # type: ignore[arg-type]
+
+    def left(self, who: str = "") -> dict[Queue, Left]:
+        """Return what is left of each queue."""
+        return self.review.left(self.queue(), who)
+
+    @property
+    def waiting(self) -> int:
+        """The number of rows that have no answer of people that counts."""
+        return sum(left.open + left.disputed for left in self.left().values())
+
+    def audit(self, rows: int, who: str) -> None:
+        """Let people audit the first ``rows`` rows of the order, unless these are audited already."""
+        self.catch_up()
+
+        def decide(now: float) -> tuple[list[Event], None]:
+            new = rows > self.review.audit_rows
+            return [Event(0, "audit", who, rows=rows)] if new else [], None
+
+        self.log.change(self.review, decide)
+
+    # What a person gets
+
+    def next(self, who: str, queue: Queue | None = None) -> Shown | None:
+        """Give a person the next row; None if there is none now."""
+        name = checked_name(who)
+        self._rows.catch_up()
+
+        def decide(now: float) -> tuple[list[Event], tuple[ReviewRow, float] | None]:
+            row = self.review.next_of(self.queue(queue), name, now)
+            if row is None:
+                return [], None
+            until = now + self.lease
+            return [_event("lease", row, name, until=until)], (row, until)
+
+        given = self.log.change(self.review, decide)
+        return None if given is None else self._shown(*given)
+
+    def _shown(self, row: ReviewRow, until: float | None) -> Shown:
+        [record] = self._rows.records([row.row])
+        if record is None:
+            raise Refusal(f"row {row.id} is no longer in the record: ask for the next row")
+        model = None if row.queue == AUDIT else model_answer(record)
+        return Shown(row, cast(JsonValue, record.get("input")), self.files(record), model, until)
+
+    def files(self, record: Record) -> list[AttachedFile]:
+        """Return the images and documents that a row names."""
+        return attached(record, self._options)
+
+    def file(self, row: int, number: int, who: str) -> AttachedFile:
+        """Return a file of a row that a person holds or has judged. Raises Refusal."""
+        self.catch_up()
+        if not self.review.has_seen(row, who):
+            raise Refusal("this row was not given to you")
+        [record] = self._rows.records([row])
+        files = [] if record is None else self.files(record)
+        if not 0 <= number < len(files):
+            raise Refusal("the row has no such file")
+        return files[number]
+
+    # What a person gives
+
+    def judge(
+        self, who: str, row: int, queue: Queue, kind: EventKind, given: JsonValue = None, digest: str = ""
+    ) -> PeopleVerdict:
+        """Take what a person says of a row: ``answer`` with the values that were ``given``, ``none`` or ``skip``.
+        Raises Refusal. ``digest``: that of the input that the person saw."""
+        name = checked_name(who)
+        self._rows.catch_up()
+        self.log.catch_up(self.review)
+        place = self.row(row, queue)
+        if place is None:
+            raise Refusal("this row is not in the review any more: ask for the next row")
+        if digest and digest != place.input:
+            raise Refusal("this row was edited since you got it: look at it again")
+        output = self.read(given, place) if kind == "answer" else None
+
+        def decide(now: float) -> tuple[list[Event], None]:
+            if why := self.review.refusal(place, name):
+                raise Refusal(why)
+            return [_event(kind, place, name, output=output)], None
+
+        self.log.change(self.review, decide)
+        return self.review.verdict(place.row, place.queue, place.input)
+
+    def undo(self, who: str) -> Shown | None:
+        """Take back a person's latest judgement or skip, and give the row to that person again. None if the row is in
+        no queue now. Raises Refusal if there is nothing to undo."""
+        name = checked_name(who)
+        self._rows.catch_up()
+
+        def decide(now: float) -> tuple[list[Event], tuple[ReviewRow, float] | None]:
+            last = self.review.last_of(name)
+            if last is None:
+                raise Refusal("there is nothing of yours to undo")
+            row = self.row(last.row, last.queue)
+            undone = ReviewRow(last.row, last.id, last.queue, last.input)
+            events = [_event("undo", undone, name, undoes=last.n)]
+            if row is None:
+                return events, None
+            until = now + self.lease
+            return [*events, _event("lease", row, name, until=until)], (row, until)
+
+        given = self.log.change(self.review, decide)
+        return None if given is None else self._shown(*given)
+
+    def row(self, row: int, queue: Queue) -> ReviewRow | None:
+        """Return a row of a queue; None if it is not there. A row that the models answer again stays where it was
+        judged."""
+        return next((each for each in self.queue(queue) if each.row == row), None)
+
+    def read(self, given: JsonValue, row: ReviewRow) -> JsonValue:
+        """Return the answer in what a person gave. Raises Refusal."""
+        try:
+            output = self.form.read(given, row.queue)
+        except ValueError as error:
+            raise Refusal(str(error)) from None
+        if row.queue == REPAIR:
+            [record] = self._rows.records([row.row])
+            output = self.form.merged(None if record is None else cast(JsonValue, record.get("output")), output)
+            if (why := self.problem(output)) is not None:
+                raise Refusal(f"the answer does not fit the schema: {why}")
+        return output
+
+    def problem(self, output: JsonValue) -> str | None:
+        """Return why an answer does not fit the schema; None if it does."""
+        if self.schema is None:
+            return None
+        try:
+            self.schema.read_written(to_json(output))
+        except OutputError as error:
+            return str(error).partition("\n")[0]
+        return None
+
+    def fits(self, output: JsonValue) -> bool:
+        return self.problem(output) is None
+
+    # What is delivered
+
+    def verdict(self, record: Record) -> PeopleVerdict:
+        """Return what people say of a row: in the audit if it decided, else in the repair."""
+        index, digest = cast(int, record["index"]), input_digest(record.get("input"))
+        every = [self.review.verdict(index, queue, digest) for queue in QUEUES]
+        return next((each for each in every if each.decided), PeopleVerdict())
+
+    def delivered(self, record: Record) -> Record:
+        """Return a record with the answer of people, if there is one, and that of the model as ``model``."""
+        verdict, model = self.verdict(record), cast(JsonValue, record.get("output"))
+        found = {**record, "answered_by": record.get("answered_by") or self.model, "model": model}
+        if verdict.kind == "answer":
+            output = self.form.merged(model, verdict.output)
+            return {**found, "ok": True, "output": output, "error": None, "answered_by": PEOPLE}
+        if verdict.kind == "none":
+            said = {"stage": PEOPLE, "type": "NoRightAnswer", "message": "people found no right answer to this row"}
+            error = {**said, "retryable": False}
+            return {**found, "ok": False, "output": None, "error": error, "answered_by": PEOPLE}
+        return found
+
+    @property
+    def voided(self) -> int:
+        """The number of judgements that do not count, because their row was edited since."""
+        judged = [*self.review.judged_rows()]
+        records = self._rows.records([row for row, _ in judged])
+        digests = ["" if record is None else input_digest(record.get("input")) for record in records]
+        return sum(self.review.void(row, queue, digest) for (row, queue), digest in zip(judged, digests, strict=True))
+
+    @property
+    def begun(self) -> bool:
+        """Whether people have judged a row."""
+        return bool(self.review.people)
+
+    @property
+    def models_have_work(self) -> bool:
+        """Whether the models have something to do that no process does now."""
+        return self.whole.view().state in ("interrupted", "out of budget", "unreachable")
+
+
+def form_of(schema: OutputSchema[object] | None, *, typed: bool) -> AnswerForm:
+    """Return the form of answers with this schema. ``typed``: it is known, None meaning text."""
+    names = fields_in(None if schema is None else schema.written_schema)
+    gold = checked_gold({name: name for name in names or [OUTPUT]}, schema, known=typed)
+    return AnswerForm([*gold.fields.values()], whole=not names)
+
+
+def model_answer(record: Record) -> JsonObject:
+    """Return what the models have said of a row, for a person who repairs it."""
+    error = record.get("error")
+    earlier = record.get("earlier")
+    return {
+        "output": cast(JsonValue, record.get("output")),
+        "error": f"{error.get('type')}: {error.get('message')}" if isinstance(error, dict) else None,
+        "text": cast(JsonValue, record.get("raw_text")),
+        "doubt": cast(JsonValue, record.get("doubt")),
+        "answered_by": cast(JsonValue, record.get("answered_by")),
+        "earlier": cast(JsonValue, earlier) if isinstance(earlier, list) else [],
+    }
+
+
+def checked_name(who: object) -> str:
+    """Return the name of a person. Raises Refusal if it cannot be one."""
+    name = " ".join(who.split()) if isinstance(who, str) else ""
+    if not name or not name.isprintable() or len(name) > LONGEST_NAME or not person(name):
+        raise Refusal(f"a name of 1 to {LONGEST_NAME} characters is needed, not {shown_cell(who)}")
+    return name
+
+
+def _event(kind: EventKind, row: ReviewRow, who: str, **more: object) -> Event:
+    return replace(Event(0, kind, who, 0.0, row.row, row.id, row.queue, row.input), **more)  # type: ignore[arg-type]
+
+
+def _number(*given: object) -> float:
+    return next(float(each) for each in given if isinstance(each, int | float))
+
+
+def review_gold(review: PeopleReview) -> Mapping[str, Mapping[str, JsonValue]]:
+    """Return the answers of a finished audit by id and field. Raises SpecError if it is not finished."""
+    review.catch_up()
+    rows = review.queue(AUDIT)
+    name = review.whole.name
+    if not rows:
+        raise SpecError(f"{name} has no audit: batch-agent review {name} --audit N lets people judge N random rows")
+    left = review.left()[AUDIT]
+    if waits := left.open + left.disputed:
+        raise SpecError(
+            f"the audit of {name} is not finished, {waits} of {len(rows)} rows wait: batch-agent review {name}"
+        )
+    found: dict[str, Mapping[str, JsonValue]] = {}
+    for row in rows:
+        verdict = review.review.verdict(row.row, AUDIT, row.input)
+        if verdict.kind == "answer":
+            output = verdict.output
+            found[row.id] = {OUTPUT: output} if review.form.whole else cast("Mapping[str, JsonValue]", output)
+    return found
