@@ -251,7 +251,7 @@ class PeopleReview:
                 yield ReviewRow(index, str(record.get("job_id")), queue, input_digest(record.get("input")))
 
     def _goes_to_repair(self, row: ReviewRow) -> bool:
-        """Return whether a row of the audit needs a repair all the same: it was skipped for good, or the answers of
+        """Return whether a row of the audit needs a repair after it: it was skipped for good, or the answers of
         people lack fields that the model has none for."""
         verdict = self.review.verdict(row.row, AUDIT, row.input)
         if verdict.kind != "answer":
