@@ -43,7 +43,7 @@ from batch_agent.record.reader import RowLines, RunReader, open_run
 from batch_agent.record.review import log_of
 from batch_agent.record.rundir import REVIEWED
 from batch_agent.record.score_reader import part_of, schema_of
-from batch_agent.trust.form import AnswerForm
+from batch_agent.trust.form import ReviewForm
 from batch_agent.trust.gold import OUTPUT, fields_in, shown_cell
 from batch_agent.trust.order import KeyedOrder
 from batch_agent.trust.review import (
@@ -434,11 +434,11 @@ class PeopleReview:
         return self.whole.view().state in ("interrupted", "out of budget", "unreachable")
 
 
-def form_of(schema: OutputSchema[object] | None, *, typed: bool) -> AnswerForm:
+def form_of(schema: OutputSchema[object] | None, *, typed: bool) -> ReviewForm:
     """Return the form of answers with this schema. ``typed``: it is known, None meaning text."""
     names = fields_in(None if schema is None else schema.written_schema)
     gold = checked_gold({name: name for name in names or [OUTPUT]}, schema, known=typed)
-    return AnswerForm([*gold.fields.values()], whole=not names)
+    return ReviewForm([*gold.fields.values()], whole=not names)
 
 
 def model_answer(record: Record) -> JsonObject:

@@ -19,7 +19,7 @@ SHORT = 64  # characters of a text that can be compared; the schema must say so
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerForm:
+class ReviewForm:
     """``fields`` are those of the answers; the only one of an answer without fields is ``output``. ``wanted`` are the
     fields that an audit is about; empty: all that can be judged."""
 
