@@ -1,8 +1,9 @@
 """Builds the documentation site: ``python docs/site/build.py FOLDER``, or ``make docs``.
 
 The pages are the Markdown files of the repository, unchanged except for links that leave the site. This script adds
-the first page with the navigation and the pages of the API, calls Sphinx, and checks the result: every link and anchor
-leads somewhere, every page is in the navigation, and no page loads a script, style, font or picture from elsewhere.
+the first page with the navigation, the pages of the API and the search (``search.py``), calls Sphinx, and checks the
+result: every link, anchor and result of the search leads somewhere, every page is in the navigation, and no page loads
+a script, style, font or picture from elsewhere.
 """
 
 from __future__ import annotations
@@ -14,92 +15,103 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from batch_agent.options import Options
+from batch_agent.spec import BatchSpec
+
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+import search  # noqa: E402
+
 ROOT = HERE.parent.parent
 PAGES = ("*.md", "docs/**/*.md", "design/*.md", "benchmarks/*.md", "deploy/**/*.md")
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 LOADED = re.compile(r"""url\(\s*['"]?(?!data:|#)([^'")]+)|@import\s+['"]([^'"]+)""")
 
-# What a reader wants to do → pages, with the words of the navigation.
-NAVIGATION: dict[str, dict[str, str]] = {
-    "Start": {
-        "README": "Overview and first run",
-        "docs/jobs/label_csv": "Label a CSV file",
-        "docs/jobs/trusted_labels": "Measure how good labels are",
-        "docs/jobs/review_files": "Review files",
-        "docs/jobs/grade_answers": "Grade answers",
-        "docs/jobs/extract_documents": "Extract data from documents",
-        "docs/jobs/on_my_server": "Run against my vLLM",
-        "docs/jobs/overnight": "Run overnight, with a budget",
-        "docs/notebooks": "Work in a notebook",
-        "docs/coming-from": "Migrate from another package",
-    },
-    "Describe the work": {
-        "docs/files": "Inputs and results as files",
-        "docs/templates": "Write the task",
-        "docs/documents": "Send PDF, Word and HTML",
-        "docs/images": "Send images",
-        "docs/tools": "Give agents tools",
-        "docs/mcp": "Use MCP servers",
-        "docs/agents": "Bring your own agent",
-        "docs/gateway": "Connect an agent by address",
-        "docs/pipelines": "Chain stages, reduce results",
-        "docs/contexts": "Handle long inputs",
-    },
-    "Choose a model": {
-        "docs/backends": "Backends",
-        "docs/local": "The embedded model",
-        "docs/doctor": "Test a server",
-    },
-    "Run it": {
-        "docs/durable": "Stop, resume, survive crashes",
-        "docs/changed": "I changed something",
-        "docs/errors": "Understand errors",
-        "docs/cost": "Limit the cost",
-        "docs/capacity": "Tune concurrency",
-        "docs/kv": "Use the KV cache",
-        "docs/security": "Security",
-    },
-    "See what happens": {
-        "docs/results": "Results and control",
-        "docs/trust": "How good the answers are",
-        "docs/view": "Watch in the browser",
-        "docs/terminal": "Watch on the terminal",
-        "docs/view-api": "Read a run over HTTP",
-        "docs/events": "Events",
-        "docs/metrics": "Prometheus and OpenTelemetry",
-    },
-    "Use many machines": {
-        "docs/cluster": "One run, many machines",
-        "docs/fleet": "Many servers as one",
-        "docs/swarm": "Swarms",
-        "docs/ticks": "Agents that act in ticks",
-        "docs/serve": "Serve a batch API",
-        "deploy/README": "Deploy",
-    },
-    "Test your program": {
-        "docs/testing": "Test without a model",
-        "docs/contract": "Write a backend",
-    },
-    "Reference": {
-        "docs/options": "Options",
-        "docs/commands": "Commands",
-        "api/index": "Python API",
-        "CHANGELOG": "Changelog",
-    },
-    "Internals": {
-        "ARCHITECTURE": "Architecture",
-        "CONTRIBUTING": "Contributing",
-        "SECURITY": "Report a vulnerability",
-        "benchmarks/README": "Benchmarks",
-        "design/index": "Design pages",
-    },
+# What a reader wants to do → pages. The navigation shows their titles.
+NAVIGATION: dict[str, tuple[str, ...]] = {
+    "Start": (
+        "README",
+        "docs/jobs/label_csv",
+        "docs/jobs/trusted_labels",
+        "docs/jobs/review_files",
+        "docs/jobs/grade_answers",
+        "docs/jobs/extract_documents",
+        "docs/jobs/on_my_server",
+        "docs/jobs/overnight",
+        "docs/notebooks",
+        "docs/coming-from",
+    ),
+    "Describe the work": (
+        "docs/files",
+        "docs/templates",
+        "docs/documents",
+        "docs/images",
+        "docs/tools",
+        "docs/mcp",
+        "docs/agents",
+        "docs/gateway",
+        "docs/pipelines",
+        "docs/contexts",
+    ),
+    "Choose a model": (
+        "docs/backends",
+        "docs/local",
+        "docs/doctor",
+    ),
+    "Run it": (
+        "docs/durable",
+        "docs/changed",
+        "docs/errors",
+        "docs/cost",
+        "docs/capacity",
+        "docs/kv",
+        "docs/security",
+    ),
+    "See what happens": (
+        "docs/results",
+        "docs/trust",
+        "docs/view",
+        "docs/terminal",
+        "docs/view-api",
+        "docs/events",
+        "docs/metrics",
+    ),
+    "Use many machines": (
+        "docs/cluster",
+        "docs/fleet",
+        "docs/swarm",
+        "docs/ticks",
+        "docs/serve",
+        "deploy/README",
+    ),
+    "Test your program": (
+        "docs/testing",
+        "docs/contract",
+    ),
+    "Reference": (
+        "docs/options",
+        "docs/commands",
+        "api/index",
+        "CHANGELOG",
+    ),
+    "Internals": (
+        "ARCHITECTURE",
+        "CONTRIBUTING",
+        "SECURITY",
+        "benchmarks/README",
+        "design/index",
+    ),
 }
+MADE = {
+    "README": "Overview and first run",
+    "api/index": "Python API",
+    "design/index": "Design pages",
+}  # titles given here
 API = {
     "batch_agent": "Runs, results, pipelines, tools",
     "batch_agent.errors": "Errors",
@@ -155,13 +167,19 @@ New here? The [overview](README.md) installs it and runs 30 agents without a ser
 def stage(source: Path) -> None:
     """Write the pages that Sphinx reads."""
     shutil.rmtree(source, ignore_errors=True)
-    pages = sorted(path.relative_to(ROOT) for pattern in PAGES for path in ROOT.glob(pattern))
+    pages = sorted(page.relative_to(ROOT) for page in staged())
     for page in pages:
-        write(source / page, LINK.sub(partial(kept, page), (ROOT / page).read_text()))
+        text = (ROOT / page).read_text()
+        if made := MADE.get(str(page.with_suffix(""))):
+            text = f"# {made}\n" + text.partition("\n")[2]
+        write(source / page, LINK.sub(partial(kept, page), text))
     shutil.copytree(ROOT / "docs" / "images", source / "docs" / "images")
     shutil.copytree(HERE / "static", source / "static")
     design = sorted(str(page.with_suffix("")) for page in pages if page.parts[0] == "design")
-    write(source / "design/index.md", "# Design pages\n\nThe reasons for the hard parts.\n\n" + toctree("", design))
+    write(
+        source / "design/index.md",
+        f"# {MADE['design/index']}\n\nThe reasons for the hard parts.\n\n" + toctree("", design),
+    )
     for name in ("benchmarks", "deploy"):  # whose first page lists the others
         others = [
             str(page.with_suffix("")) for page in pages if page.parts[0] == name and str(page) != f"{name}/README.md"
@@ -172,24 +190,37 @@ def stage(source: Path) -> None:
     api(source / "api")
 
 
-def kept(page: Path, link: re.Match[str]) -> str:
-    """Return a link of the page with the title of its target; only the text if that is not part of the site."""
+@cache
+def staged() -> frozenset[Path]:
+    """Return the pages of the repository that are on the site."""
+    return frozenset(path for pattern in PAGES for path in ROOT.glob(pattern))
+
+
+def kept(page: Path, link: re.Match[str], folder: str | None = None) -> str:
+    """Return a link of the page with the title of its target; only the text if that is not part of the site.
+    ``folder``: to which the link is relative, if that is not the folder of the page."""
     text, path, anchor = link[1], link[2], link[3] or ""
+    if folder is not None:
+        path = f"../{folder}/{path}"
     target = ROOT / page.parent / path
     if "://" in path or path.startswith("mailto:") or (target.suffix == ".png" and target.exists()):
         return link[0]
-    if target.suffix != ".md" or not target.exists():
+    if target.resolve() not in staged():
         return text if text.startswith("`") else f"`{text}`"
-    title = target.read_text().partition("\n")[0].lstrip("# ").partition(":")[0]
-    return f"[{title}]({path}{anchor})" if text.endswith(target.name) else link[0]
+    title = title_of(str(target.resolve().relative_to(ROOT).with_suffix("")))
+    return f"[{title if text.endswith(target.name) else text}]({path}{anchor})"
+
+
+def title_of(page: str) -> str:
+    return MADE.get(page) or (ROOT / f"{page}.md").read_text().partition("\n")[0].lstrip("# ")
 
 
 def first_page() -> str:
     groups, trees = [], []
     for title, tasks in NAVIGATION.items():
-        links = "\n".join(f"- [{words}]({page}.md)" for page, words in tasks.items())
+        links = "\n".join(f"- [{title_of(page)}]({page}.md)" for page in tasks)
         groups.append(f"<div>\n\n**{title}**\n\n{links}\n\n</div>\n")
-        trees.append(toctree(title, [f"{words} <{page}>" for page, words in tasks.items()], hidden=True))
+        trees.append(toctree(title, list(tasks), hidden=True))
     return "\n".join([FIRST, '<div class="tasks">\n', *groups, "</div>\n", *trees])
 
 
@@ -205,24 +236,69 @@ def api(folder: Path) -> None:
     folder.mkdir()
     listed = "".join(f"- [`{name}`]({name}.md): {words}\n" for name, words in API.items())
     entries = [f"{name} </api/{name}>" for name in API]
-    write(folder / "index.md", f"# Python API\n\n{listed}\n" + toctree("", entries, hidden=True))
+    write(folder / "index.md", f"# {MADE['api/index']}\n\n{listed}\n" + toctree("", entries, hidden=True))
     for name in API:
-        module = importlib.import_module(name)
-        public = getattr(module, "__all__", None) or [
-            own
-            for own, value in vars(module).items()
-            if inspect.isclass(value) and value.__module__ == name and own[0] != "_"
-        ]
         lines = [f"# `{name}`\n", "```{eval-rst}", f".. currentmodule:: {name}\n"]
-        for own in sorted(public, key=lambda own: MAIN.index(own) if own in MAIN else len(MAIN)):
-            value = getattr(module, own)
+        for own, value in public(name):
             if inspect.isclass(value):
                 members = [] if own == "BatchSpec" else ["   :members:"]
                 bases = ["   :show-inheritance:"] if issubclass(value, Exception) else []
                 lines += [f".. autoclass:: {own}", *members, *bases, ""]
             elif callable(value):
                 lines += [f".. autofunction:: {own}", ""]
+            if own == "BatchSpec":
+                lines += ["```\n", *options(), "```{eval-rst}"]
         write(folder / f"{name}.md", "\n".join([*lines, "```\n"]))
+
+
+def public(name: str) -> list[tuple[str, object]]:
+    """Return the public names of a module and what they are, the main ones first."""
+    module = importlib.import_module(name)
+    names = getattr(module, "__all__", None) or [
+        own
+        for own, value in vars(module).items()
+        if inspect.isclass(value) and value.__module__ == name and own[0] != "_"
+    ]
+    return [
+        (own, getattr(module, own))
+        for own in sorted(names, key=lambda own: MAIN.index(own) if own in MAIN else len(MAIN))
+    ]
+
+
+def options() -> Iterator[str]:
+    """Yield the options as fields of BatchSpec, with their types. Their words are those of docs/options.md."""
+    types: dict[str, object] = {**Options.__annotations__}
+    page = Path("api/batch_agent.md")
+    for name, field in BatchSpec.model_fields.items():
+        shown = types.get(name) or {"output_schema": "Any", "worker": "Worker"}[name]
+        kind = getattr(shown, "__forward_arg__", shown)
+        text = LINK.sub(lambda link: kept(page, link, "docs"), field.description or "")
+        yield from (f"````{{py:attribute}} BatchSpec.{name}", f":type: {kind}", "", text, "````", "")
+
+
+def found(source: Path, site: Path) -> list[search.Entry]:
+    """Return all that can be found on the site."""
+    pages = sorted(path.relative_to(source) for path in source.rglob("*.md"))
+    written = [page for page in pages if page.parts[0] != "api" and str(page) != "index.md"]
+    sections = (each for page in written for each in search.entries(str(page), (source / page).read_text()))
+    return [*sections, *(each for module in API for each in objects(module, Page(site / f"api/{module}.html").ids))]
+
+
+def objects(module: str, ids: set[str]) -> Iterator[search.Entry]:
+    """Yield the names on the page of a module."""
+    page = f"api/{module}.md"
+    yield search.Entry(page, f"{module}: {API[module]}", "", "", "", "")
+    for place in sorted(each for each in ids if each.startswith(f"{module}.")):
+        name = place.removeprefix(f"{module}.")
+        text = BatchSpec.model_fields[name[10:]].description if name.startswith("BatchSpec.") else told(module, name)
+        yield search.Entry(page, module, place, "", name, search.plain(text or ""))
+
+
+def told(module: str, name: str) -> str | None:
+    value: object = importlib.import_module(module)
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    return None if isinstance(value, str | int | tuple) else inspect.getdoc(value)
 
 
 def write(path: Path, text: str) -> None:
@@ -268,6 +344,15 @@ def faults(site: Path) -> Iterator[str]:
         yield from (f"{sheet.relative_to(site)}: loads {url} from elsewhere" for url in found if urlsplit(url).netloc)
 
 
+def unfound(site: Path, everything: list[search.Entry]) -> Iterator[str]:
+    """Yield the results of the search that lead nowhere."""
+    ids = {path.relative_to(site): Page(path).ids for path in site.rglob("*.html")}
+    for entry in everything:
+        page = Path(entry.page).with_suffix(".html")
+        if page not in ids or (entry.anchor and entry.anchor not in ids[page]):
+            yield f"search: {entry.page}#{entry.anchor} leads nowhere"
+
+
 def leads_somewhere(path: Path, link: str, pages: dict[Path, Page]) -> bool:
     parts = urlsplit(link)
     if parts.scheme or parts.netloc:
@@ -285,7 +370,11 @@ def main(folder: Path) -> int:
     shutil.rmtree(site, ignore_errors=True)
     places = ["-d", str(folder / "trees"), "-c", str(HERE), str(source), str(site)]
     built = subprocess.run([*command, *places], check=False)
-    wrong = list(faults(site.resolve()))
+    everything = found(source, site) if built.returncode == 0 else []
+    (site / "searchindex.js").write_text(search.index(everything))
+    for built_page in site.rglob("*.html"):
+        built_page.write_text(search.with_row_ids(built_page.read_text()))
+    wrong = [*faults(site.resolve()), *unfound(site, everything)]
     pages = sum(1 for _ in site.rglob("*.html"))
     wrong += [] if pages else ["nothing was built"]
     sys.stderr.writelines(f"{fault}\n" for fault in wrong)

@@ -1,7 +1,5 @@
 """Settings of Sphinx for the documentation site. ``docs/site/build.py`` writes the pages that it reads."""
 
-from pathlib import Path
-
 from pygments.lexers.data import YamlLexer
 from sphinx.pycode import ModuleAnalyzer
 
@@ -33,7 +31,6 @@ html_theme = "furo"
 html_title = "Batch Agent"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
-html_search_scorer = str(Path(__file__).parent / "static" / "scorer.js")
 html_copy_source = html_show_sourcelink = False
 html_show_sphinx = False
 pygments_style, pygments_dark_style = "friendly", "monokai"
@@ -54,7 +51,7 @@ def analyze(self):
 
 
 ModuleAnalyzer.analyze = analyze
-MOST_PARAMETERS = 20  # a longer signature names only the first ones: docs/options.md has the table
+MOST_PARAMETERS = 20  # a longer signature names only the first ones: the options follow BatchSpec on the same page
 
 
 def shorten_signature(app, what, name, obj, options, signature, returns):
@@ -68,7 +65,7 @@ def shorten_docstring(app, what, name, obj, options, lines):
     """Replace the list of all options by a link, and mark names of other pages as text."""
     start = next((place for place, line in enumerate(lines) if line.startswith("Options, as keywords")), None)
     if start is not None:
-        lines[start:] = [":doc:`All options </docs/options>` are keywords, or fields of a ``BatchSpec``.", ""]
+        lines[start:] = [":class:`All options <batch_agent.BatchSpec>` are keywords, or fields of a ``BatchSpec``.", ""]
 
 
 def setup(app):
