@@ -73,7 +73,7 @@ def test_progress_is_a_keyword_of_those_that_return_all_results() -> None:
 def test_the_methods_are_what_they_were() -> None:
     assert inspect.iscoroutinefunction(BatchAgent.run)
     assert inspect.ismethod(BatchAgent.run_sync)
-    assert BatchAgent.run.__self__ is BatchAgent
+    assert getattr(BatchAgent.run, "__self__", None) is BatchAgent
     assert "BatchAgent" in pydoc.plain(pydoc.render_doc(BatchAgent))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 import batch_agent
-from batch_agent import AgentError, AgentResult, BatchSpec, SpecError, errors
+from batch_agent import AgentError, BatchSpec, SpecError, Success, errors
 from batch_agent.options import EveryOption
 from batch_agent.spec import OLD_NAMES
 
@@ -111,7 +112,7 @@ def test_the_typed_options_are_those_of_the_spec() -> None:
 
 def test_results_have_the_fields_that_are_promised() -> None:
     fields = "index job_id input ok output error attempts turns usage cost timings messages raw_text"
-    assert set(fields.split()) <= set(AgentResult.__dataclass_fields__)
+    assert set(fields.split()) <= {field.name for field in dataclasses.fields(Success)}
     assert {"stage", "type", "message", "retryable"} <= set(AgentError.__dataclass_fields__)
 
 

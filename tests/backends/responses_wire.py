@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import orjson
+from tests.backends.strict_mode import Refused, judge
 
-from backends.strict_mode import Refused, judge
 from batch_agent.gateway.responses import ResponsesDialect
 from batch_agent.testing.contract.peer import Heard, Say, hear
 from batch_agent.testing.contract.wire import dumped

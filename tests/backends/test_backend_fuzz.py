@@ -10,8 +10,8 @@ from typing import Any
 
 import orjson
 import pytest
+from tests.backends import chat_contract, test_anthropic_contract
 
-from backends import chat_contract, test_anthropic_contract
 from batch_agent.backends.anthropic import answer as messages_answer
 from batch_agent.backends.anthropic.messages import WORDING
 from batch_agent.backends.anthropic.request import MessagesView, build_head

@@ -8,8 +8,8 @@ import sys
 from typing import Any
 
 import pytest
+from tests.backends.test_bedrock_contract import frames, in_pieces, own_credentials, whole  # noqa: F401  a fixture
 
-from backends.test_bedrock_contract import CALLS, frames, in_pieces, own_credentials, whole  # noqa: F401  a fixture
 from batch_agent import BatchAgent, Tool
 from batch_agent.backends.base import ModelRequest, RequestShape
 from batch_agent.backends.bedrock.converse import BedrockBackend
@@ -17,6 +17,7 @@ from batch_agent.backends.registry import open_backend
 from batch_agent.documents import MEDIA_TYPES
 from batch_agent.errors import SpecError
 from batch_agent.messages import Conversation, Document, Image, Message, ToolSpec, Usage
+from batch_agent.testing.contract.backend import CALLS
 from batch_agent.testing.contract.peer import Say
 from batch_agent.testing.contract.wire import Exchange, WireServer, answer
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
+from tests.backends.chat_contract import ChatContract
 
-from backends.chat_contract import ChatContract
 from batch_agent.backends.base import Backend, ModelRequest, OnToolCall, RequestShape
 from batch_agent.backends.cache import CachingBackend
 from batch_agent.backends.cache_store import FILE, ResponseStore

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sqlite3
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -12,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batch_agent.backends import cache_store
 from batch_agent.backends.cache_store import FILE, ResponseStore, cache_file, decode_reply, encode_reply
 from batch_agent.errors import SpecError
 from batch_agent.messages import Reply, Sealed, ToolCall, Usage
@@ -58,7 +58,7 @@ def test_it_stays_within_its_bound_and_the_least_recently_used_leave(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(cache_store.time, "time", lambda: now[0])
+    monkeypatch.setattr(time, "time", lambda: now[0])
     with ResponseStore(tmp_path / FILE, max_bytes=12_000) as store:
         for number in range(10):
             now[0] += 10_000
@@ -81,7 +81,7 @@ def test_an_answer_larger_than_the_bound_is_not_kept(tmp_path: Path) -> None:
 
 def test_models_are_listed_and_pruned_and_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1_000_000.0]
-    monkeypatch.setattr(cache_store.time, "time", lambda: now[0])
+    monkeypatch.setattr(time, "time", lambda: now[0])
     with ResponseStore(tmp_path / FILE) as store:
         put(store, 1, model="old")
         now[0] += 500_000

@@ -11,8 +11,8 @@ from itertools import product
 from typing import Any, ClassVar
 
 import pytest
+from tests.backends.test_anthropic_contract import MessagesContract
 
-from backends.test_anthropic_contract import MessagesContract
 from batch_agent.backends.anthropic.answer import AnswerStream, read_answer
 from batch_agent.backends.anthropic.messages import AnthropicBackend
 from batch_agent.backends.anthropic.request import WIRE
@@ -386,7 +386,7 @@ class TrimsTexts(Right):
         return replace(reply, text=reply.text.strip())
 
 
-BROKEN: Mapping[str, tuple[type[Right], str]] = {
+BROKEN: Mapping[str, tuple[Callable[..., Right], str]] = {
     "the model is not sent": (without("model", "another"), "the_model_and_the_tools"),
     "tools are not sent": (without("tools", ()), "the_model_and_the_tools"),
     "a choice of tools is not sent": (without("tool_choice", None), "a_choice_of_tools_is_sent"),

@@ -28,6 +28,7 @@ def dynamo(port: int, options: str = "") -> DynamoBackend:
 
 def test_it_listens_on_8000_where_nothing_else_is_said() -> None:
     backend, _ = open_backend("dynamo://gpu", model=None, api_key=None, environ={})
+    assert isinstance(backend, DynamoBackend)
     assert str(backend._chat.url) == "http://gpu:8000/v1/chat/completions"
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from backends.chat_contract import ChatContract
+from tests.backends.chat_contract import ChatContract
+
 from batch_agent.backends.base import Backend
 from batch_agent.backends.openai.chat import OpenAIBackend
 from batch_agent.backends.registry import open_backend

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import gzip
 import socket
 import threading
 import time
 import tracemalloc
+import zlib
 from contextlib import suppress
 from contextvars import ContextVar
 from pathlib import Path
 
 import pytest
 from aiohttp import web
+from tests.backends.certificates import self_signed
 from yarl import URL
 
-from backends.certificates import self_signed
 from batch_agent.backends.http.backend import HttpClient
 from batch_agent.errors import BackendError, BadResponse, Rejected, Unavailable
 from batch_agent.http.connection import STALE_SECONDS, Connection, ResponseParser
@@ -402,11 +402,11 @@ async def test_what_takes_a_stream_runs_in_its_callers_context_and_its_error_rea
 
 
 async def test_a_compressed_stream_is_unpacked_as_it_comes() -> None:
-    go_on, packer = asyncio.Event(), gzip.zlib.compressobj(wbits=31)
+    go_on, packer = asyncio.Event(), zlib.compressobj(wbits=31)
 
     async def talk(exchange: Exchange) -> None:
         await exchange.send(STREAM_HEAD[:-2] + b"Content-Encoding: gzip\r\n\r\n")
-        await exchange.event(packer.compress(b"one ") + packer.flush(gzip.zlib.Z_SYNC_FLUSH))
+        await exchange.event(packer.compress(b"one ") + packer.flush(zlib.Z_SYNC_FLUSH))
         await go_on.wait()
         await exchange.event(packer.compress(b"two") + packer.flush())
         await exchange.send(b"0\r\n\r\n")

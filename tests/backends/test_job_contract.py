@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import orjson
 import pytest
+from tests.backends.chat_contract import chat_history, hear_chat, whole
 
-from backends.chat_contract import chat_history, hear_chat, whole
 from batch_agent.backends.base import Backend
 from batch_agent.backends.registry import open_backend
 from batch_agent.testing import BatchServer, Body, Fail, Request

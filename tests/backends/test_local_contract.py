@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import jsonschema_rs
+from tests.backends.local.ebnf_sampler import sampler
 
-from backends.local.ebnf_sampler import sampler
 from batch_agent.backends.base import RequestShape
 from batch_agent.backends.local.backend import EngineAnswer, EngineDied, EngineOptions, LocalBackend, encode_line
 from batch_agent.errors import BackendError, ContextOverflow, Rejected, Unavailable

@@ -9,15 +9,15 @@ from collections import UserDict
 
 import orjson
 import pytest
+from tests.backends.chat_contract import ChatContract, in_pieces, whole
 
-from backends.chat_contract import ChatContract, in_pieces, whole
 from batch_agent.backends.base import Capabilities, ModelRequest, RequestShape
 from batch_agent.backends.http.wire import written
 from batch_agent.backends.openai.chat import OpenAIBackend, Tail, message_json
 from batch_agent.backends.openai.providers import Dialect
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import BadResponse, InternalError, Rejected, Timeout, Unavailable
-from batch_agent.messages import Conversation, Document, Image, Message, ToolCall
+from batch_agent.messages import Conversation, Document, Image, Message, Reply, ToolCall
 from batch_agent.testing.contract.backend import CALLS, SEARCH, Say, ask
 from batch_agent.testing.contract.wire import Exchange, Step, WireServer, answer, hang, stream
 
@@ -34,7 +34,7 @@ async def body_of(shape: RequestShape, streamed: bool = False, **options: object
         return server.requests[0].json
 
 
-async def infer(*script: Step, streamed: bool = False) -> object:
+async def infer(*script: Step, streamed: bool = False) -> Reply:
     async with WireServer(*script) as server, OpenAIBackend(server.url) as backend, asyncio.timeout(10):
         return await backend.infer(ask(), (lambda call: None) if streamed else None)
 

@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 import jsonschema_rs
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, RootModel
+from tests.backends.strict_mode import Refused, judge
 from typing_extensions import TypeAliasType
 
-from backends.strict_mode import Refused, judge
 from batch_agent.backends.openai.schema import MOST_LEVELS, SchemaForm, engine_form, strict_form, unwrapped
 from batch_agent.compiler.schema import OutputSchema
 

@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 import pytest
+from tests.backends.responses_wire import as_bytes, document, events_of, refuse_wrong
 
-from backends.responses_wire import as_bytes, document, events_of, refuse_wrong
 from batch_agent.messages import ToolCall, Usage
 from batch_agent.testing import CallTools, ScriptedServer, ToolUse
 from batch_agent.testing import Say as Told

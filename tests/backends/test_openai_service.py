@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from tests.backends.chat_contract import whole
+from tests.backends.responses_wire import document
 
-from backends.chat_contract import whole
-from backends.responses_wire import document
 from batch_agent import BatchAgent
 from batch_agent.backends.base import Backend, RequestShape
+from batch_agent.backends.openai.chat import OpenAIBackend
 from batch_agent.backends.openai.providers import needs_responses, reasons
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import Rejected, SpecError
@@ -167,6 +168,7 @@ async def test_azure_is_asked_at_the_path_of_its_version(query: str, environ: di
 )
 def test_a_resource_is_a_name_or_a_host(url: str, base: str) -> None:
     backend = opened(url, AZURE_OPENAI_API_KEY="k")
+    assert isinstance(backend, OpenAIBackend)
     assert str(backend._chat.url).startswith(f"{base}/chat/completions?api-version=")
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from tests.backends.chat_contract import whole
 
-from backends.chat_contract import whole
 from batch_agent.backends.base import RequestShape
 from batch_agent.backends.openai.chat import OpenAIBackend
 from batch_agent.backends.openai.providers import PROVIDERS, base_variable

@@ -7,14 +7,14 @@ from typing import ClassVar
 
 import orjson
 import pytest
+from tests.backends.responses_wire import as_bytes, document, events_of, hear_responses, refuse_wrong
+from tests.backends.strict_mode import Refused
 
-from backends.responses_wire import as_bytes, document, events_of, hear_responses, refuse_wrong
-from backends.strict_mode import Refused
 from batch_agent.backends.base import Backend, RequestShape
 from batch_agent.backends.openai.providers import Dialect
 from batch_agent.backends.openai.responses import ResponsesBackend, items_of
 from batch_agent.errors import BackendError, BadResponse, RateLimited, Rejected, SpecError, Truncated, Unavailable
-from batch_agent.messages import Document, Image, Message, Usage
+from batch_agent.messages import Document, Image, Message, Reply, Usage
 from batch_agent.testing.contract.backend import CALLS, SEARCH, Say, ask, go_on
 from batch_agent.testing.contract.http import HttpContract
 from batch_agent.testing.contract.peer import BreakOff, ErrorInside, Heard, Refuse
@@ -85,7 +85,7 @@ class TestResponsesBackend(HttpContract):
         return exchange.body[exchange.body.index(b'"input":[') : -2]
 
 
-async def told(step: Step, streamed: bool, dialect: Dialect = OPENAI) -> object:
+async def told(step: Step, streamed: bool, dialect: Dialect = OPENAI) -> Reply:
     async with WireServer(step) as server, ResponsesBackend(server.url, dialect=dialect) as backend:
         return await backend.infer(ask(), (lambda call: None) if streamed else None)
 

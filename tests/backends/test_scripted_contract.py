@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import ClassVar
 
-from backends.chat_contract import chat_history, hear_chat
+from tests.backends.chat_contract import chat_history, hear_chat
+
 from batch_agent import testing
 from batch_agent.testing import Cut, Fail, Request, ScriptedBackend, StreamError, ToolUse
 from batch_agent.testing.contract.backend import BackendContract

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from commandline import Outcome, batch_agent, read_results, rows, serving, started
+from tests.cli.commandline import Outcome, batch_agent, read_results, rows, serving, started
 from tests.warm import start
 
 from batch_agent.testing import CallTools, Fail, Hang, Request, Say, ToolUse

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from commandline import batch_agent
+from tests.cli.commandline import batch_agent
 
 from batch_agent.backends.cache_store import FILE
 from batch_agent.cli.main import main

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from commandline import started
+from tests.cli.commandline import started
 
 from batch_agent import AgentContext, BatchAgent
 from batch_agent.cli.main import COMMANDS, add_arguments

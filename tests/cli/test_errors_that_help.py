@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from commandline import batch_agent, started
+from tests.cli.commandline import batch_agent, started
 
 from batch_agent.cli.main import main
 

@@ -5,7 +5,7 @@ import csv
 import json
 from pathlib import Path
 
-from commandline import batch_agent, read_results, rows, serving
+from tests.cli.commandline import batch_agent, read_results, rows, serving
 
 from batch_agent.testing import CallTools, Fail, Request, Say, ToolUse
 

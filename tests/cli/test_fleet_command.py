@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from commandline import batch_agent, started
+from tests.cli.commandline import batch_agent, started
 
 from batch_agent.cli.commands.fleet import bench_table, status_table
 from batch_agent.cli.main import main

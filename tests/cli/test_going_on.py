@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from commandline import Outcome, batch_agent, program, started
+from tests.cli.commandline import Outcome, batch_agent, program, started
 
 from batch_agent.backends.registry import BACKEND_VARIABLE
 from batch_agent.messages import Usage
@@ -18,7 +18,7 @@ from batch_agent.record.reader import look, open_run
 from batch_agent.testing import Fail, Hang, Request, Say, ScriptedServer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "record"))
-from redis_servers import needs_redis
+from tests.record.redis_servers import needs_redis
 
 SPECS = {
     "alone": "task: Say {word}\n",
@@ -80,10 +80,10 @@ async def bench(
     shape = request.param
     run = f"{request.getfixturevalue('url')}" if shape == "redis" else "here"
     monkeypatch.chdir(tmp_path)
-    async with ScriptedServer(lambda r: bench.script(r), models=["m", "other", "third"]) as server:
+    async with ScriptedServer(lambda r: made.script(r), models=["m", "other", "third"]) as server:
         monkeypatch.setenv(BACKEND_VARIABLE, server.backend_url)
-        bench = Bench(tmp_path, shape, server, run)
-        yield bench
+        made = Bench(tmp_path, shape, server, run)
+        yield made
 
 
 async def test_a_change_of_the_model_stops_before_anything_is_sent_and_names_the_two_ways_on(bench: Bench) -> None:

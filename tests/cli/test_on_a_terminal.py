@@ -10,7 +10,7 @@ import termios
 from pathlib import Path
 
 import pytest
-from commandline import rows, serving
+from tests.cli.commandline import rows, serving
 from tests.warm import start
 
 from batch_agent.testing import Say

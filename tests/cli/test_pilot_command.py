@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from commandline import Outcome, batch_agent
+from tests.cli.commandline import Outcome, batch_agent
 from tests.warm import start
 
 from batch_agent.backends.registry import BACKEND_VARIABLE
@@ -25,7 +25,7 @@ from batch_agent.testing import Hang, Request, Say, ScriptedServer
 from batch_agent.trust.order import KeyedOrder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "record"))
-from redis_servers import needs_redis
+from tests.record.redis_servers import needs_redis
 
 ROWS, FEW, MORE = 60, 8, 20
 TASK = ("run", "--task", "Say {word}", "rows.jsonl", "--model", "m", "--output", "out.jsonl")

@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from commandline import batch_agent
+from tests.cli.commandline import batch_agent
 
 from batch_agent import Pipeline, Tool
 from batch_agent.cli.main import main

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from commandline import batch_agent, started
+from tests.cli.commandline import batch_agent, started
 
 from batch_agent import BatchAgent
 from batch_agent.cli.main import main

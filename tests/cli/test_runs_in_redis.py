@@ -17,7 +17,7 @@ from batch_agent.messages import Usage
 from batch_agent.testing import CallTools, Fail, Request, Say, ScriptedServer, ToolUse
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "record"))
-from redis_servers import RedisServer, needs_redis, redis_server
+from tests.record.redis_servers import RedisServer, needs_redis, redis_server
 
 pytestmark = [needs_redis]
 PASSWORD = "s3cret-words"

@@ -14,10 +14,11 @@ import pytest
 from tests.warm import start
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the stand-ins of command-line agents
+from tests.runtimes.agents import runtime
+
 from batch_agent.cli.main import main
 from batch_agent.record.reader import open_run
 from batch_agent.testing import CallTools, Request, Say, ScriptedServer, ToolUse
-from runtimes.agents import runtime
 
 MODULE = """
 async def ask(row, ctx):

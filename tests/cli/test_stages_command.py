@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from commandline import batch_agent
+from tests.cli.commandline import batch_agent
 
 from batch_agent.testing import Fail, Request, Say, ScriptedServer
 

@@ -28,7 +28,7 @@ from batch_agent.testing import CallTools, Say, ScriptedServer, ToolUse
 from batch_agent.testing.server import VllmMetrics
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "record"))
-from redis_servers import RedisServer, needs_redis, redis_server
+from tests.record.redis_servers import RedisServer, needs_redis, redis_server
 
 in_suite = pytest.mark.skipif("BATCH_AGENT_TEST_CLUSTER" not in os.environ, reason="part of make test-cluster")
 pytestmark = [needs_redis, in_suite]

@@ -19,7 +19,7 @@ from typing import cast
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "record"))
-from redis_servers import RedisServer, needs_redis, redis_server
+from tests.record.redis_servers import RedisServer, needs_redis, redis_server
 
 from batch_agent.record.reader import FinishedRows, open_run
 from batch_agent.testing import CallTools, Request, Say, ScriptedServer, ToolUse

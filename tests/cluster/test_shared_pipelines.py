@@ -13,7 +13,7 @@ import pytest
 from pydantic import BaseModel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "record"))
-from redis_servers import needs_redis
+from tests.record.redis_servers import needs_redis
 
 from batch_agent import AgentContext, Pipeline, SpecError
 from batch_agent.files.results import to_json

@@ -14,7 +14,7 @@ import pytest
 from pydantic import BaseModel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "record"))
-from redis_servers import RedisServer, needs_redis
+from tests.record.redis_servers import RedisServer, needs_redis
 
 from batch_agent import AgentContext, BatchAgent, SpecError, Tool
 from batch_agent.errors import StoreError
@@ -386,7 +386,7 @@ def to_text(value: object) -> bytes:
 
 def expire(url: str) -> None:
     """Every lease ends now, and whoever looks may take the rows at once."""
-    from test_run_stores import let_time_pass
+    from tests.record.test_run_stores import let_time_pass
 
     let_time_pass(StoreAddress.parse(url), 1e6)
 

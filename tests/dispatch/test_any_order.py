@@ -12,6 +12,7 @@ from math import inf
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.dispatch.world import MODES, Kind, Mode, Row, SimulatedServer, World
 from tests.examples import examples
 
 from batch_agent.dispatch.dispatcher import Dispatcher
@@ -23,7 +24,6 @@ from batch_agent.scheduler.numbers import N
 from batch_agent.scheduler.ordering import AgentForecast
 from batch_agent.scheduler.server_state import Terms
 from batch_agent.testing import VirtualClockLoop
-from dispatch.world import MODES, Kind, Mode, Row, SimulatedServer, World
 
 TIMEOUT = 30.0
 SHORTEST_OUTAGE = 3.0  # a shorter one may be seen by one row alone, and is charged to it

@@ -8,12 +8,12 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+from tests.backends.certificates import self_signed
+from tests.dispatch.gate import Gate
 
-from backends.certificates import self_signed
 from batch_agent import BatchAgent
 from batch_agent.job import AgentResult
 from batch_agent.testing import Say, ScriptedServer, virtual_clock
-from dispatch.gate import Gate
 
 OK = b"HTTP/1.1 200 OK\r\nConnection: close\r\n"
 GARBAGE = {

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from tests.dispatch.world import Row, SimulatedServer, World
+
 from batch_agent import BatchAgent
 from batch_agent.backends.base import Probe
 from batch_agent.dispatch.dispatcher import Dispatcher
@@ -14,7 +16,6 @@ from batch_agent.scheduler.ordering import AgentForecast
 from batch_agent.scheduler.server_state import Terms
 from batch_agent.testing import Cut, Request, Say, ScriptedBackend, ScriptedServer, virtual_clock
 from batch_agent.testing.replies import ScriptedReply
-from dispatch.world import Row, SimulatedServer, World
 
 RPM = 12
 

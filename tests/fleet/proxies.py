@@ -11,8 +11,9 @@ from pathlib import Path
 
 import aiohttp
 
+from batch_agent.door import PATIENCE_SECONDS
 from batch_agent.fleet.hostfile import parse_hosts
-from batch_agent.fleet.proxy import MAX_INFLIGHT, PATIENCE_SECONDS, serve_proxy
+from batch_agent.fleet.proxy import MAX_INFLIGHT, serve_proxy
 from batch_agent.testing import Say, ScriptedServer
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fleet.proxies import nobody
 
 from batch_agent import BatchAgent, Fleet, SpecError
 from batch_agent.backends.base import Backend, Capabilities, Load, ModelRequest, RequestShape
@@ -30,7 +31,6 @@ from batch_agent.testing import (
     ToolUse,
     virtual_clock,
 )
-from fleet.proxies import nobody
 
 ROWS = [str(number) for number in range(300)]
 

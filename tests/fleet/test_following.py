@@ -9,12 +9,12 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+from tests.fleet.proxies import chat, get, nobody, proxy, servers
 
 from batch_agent import BatchAgent, Fleet
 from batch_agent.backends.base import Capabilities
 from batch_agent.fleet.hostfile import WATCH_SECONDS, Hostfile
 from batch_agent.testing import Say, ScriptedBackend, ScriptedServer, virtual_clock
-from fleet.proxies import chat, get, nobody, proxy, servers
 
 BAD_LINES = ["gpu-1 weight=much", "ftp://gpu-1"]
 

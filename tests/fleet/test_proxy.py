@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 
 import aiohttp
 import pytest
+from tests.fleet.proxies import chat, get, nobody, post, proxy, raw, servers
 
 from batch_agent import BatchAgent
 from batch_agent.backends.engines.engine import Exposition
@@ -17,7 +18,6 @@ from batch_agent.errors import SpecError
 from batch_agent.fleet.hostfile import parse_hosts
 from batch_agent.fleet.proxy import LOOK_SECONDS, serve_proxy
 from batch_agent.testing import Cut, Fail, Hang, Say, ScriptedServer, virtual_clock
-from fleet.proxies import chat, get, nobody, post, proxy, raw, servers
 
 
 async def test_requests_are_spread_over_the_endpoints_and_those_that_begin_alike_stay_together() -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 import aiohttp
 import pytest
 from aiohttp import web
+from tests.fleet.proxies import chat, get, post, proxy, raw, servers
 
 from batch_agent.fleet.proxy import LOOK_SECONDS
 from batch_agent.testing import Hang, Say, ScriptedServer, virtual_clock
-from fleet.proxies import chat, get, post, proxy, raw, servers
 
 CHAT = "/v1/chat/completions"
 STREAM = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True}

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 from aiohttp import web
+from tests.fleet.proxies import nobody
 
 from batch_agent.backends.http.backend import PROBE_SECONDS
 from batch_agent.door import RequestRefused
@@ -15,7 +16,6 @@ from batch_agent.fleet.hostfile import parse_hosts
 from batch_agent.fleet.probe import Prober, Waited, needed, wait_until_ready
 from batch_agent.messages import JsonObject
 from batch_agent.testing import ScriptedServer, virtual_clock
-from fleet.proxies import nobody
 
 
 async def waited_for(*lines: str, floor: int | None = None, timeout: float = 30.0) -> Waited:

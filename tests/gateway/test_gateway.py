@@ -9,12 +9,12 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
+from tests.gateway.rows import FixedRow, post
 
 from batch_agent.errors import ContextOverflow, Interrupted, Rejected, SpecError, Unavailable
 from batch_agent.gateway.gateway import EVERY_SECONDS, FIRST_SECONDS, Gateway
 from batch_agent.messages import Reply
 from batch_agent.testing import virtual_clock
-from gateway.rows import FixedRow, post
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "input": "hi", "max_tokens": 9}

@@ -7,8 +7,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from tests.backends.responses_wire import document
+from tests.gateway.rows import BackendRow, gateway_to
 
-from backends.responses_wire import document
 from batch_agent.backends.openai.responses import ResponsesBackend
 from batch_agent.gateway.gateway import Gateway
 from batch_agent.messages import JsonObject
@@ -16,7 +17,6 @@ from batch_agent.testing import CallTools, Request, Say, ScriptedServer, ToolUse
 from batch_agent.testing.contract.peer import Say as Told
 from batch_agent.testing.contract.wire import WireServer, answer
 from batch_agent.testing.messages_server import MessagesServer
-from gateway.rows import BackendRow, gateway_to
 
 SCHEMA: JsonObject = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 

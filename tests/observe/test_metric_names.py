@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from exposition_rules import promtool
+from tests.observe.exposition_rules import promtool
 
 import batch_agent
 from batch_agent.events import Event

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from exposition_rules import promtool, read_page
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.observe.exposition_rules import promtool, read_page
 
 from batch_agent import BatchAgent, SpecError, Tool
 from batch_agent.events import ToolFinished

@@ -4,7 +4,7 @@ import dataclasses
 import io
 
 import pytest
-from drawing import BUSY, drawn, tool
+from tests.observe.drawing import BUSY, drawn, tool
 
 from batch_agent.observe.history import PIECES, History, Pace, sparkline
 from batch_agent.observe.stage_counts import StageCount

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from collector import attributes, collecting
+from tests.observe.collector import attributes, collecting
 from tests.tools.mcp_tools.conftest import PLAIN_SERVER
 
 from batch_agent import AgentContext, BatchAgent, Pipeline, SpecError, Tool, ToolContext

@@ -1,7 +1,7 @@
 import io
 
 import pytest
-from drawing import BUSY, drawn, tool
+from tests.observe.drawing import BUSY, drawn, tool
 
 from batch_agent.observe.statistics import RecentError, Statistics
 from batch_agent.observe.summary import error_line, summary_json, summary_lines

@@ -83,11 +83,11 @@ async def test_turns_of_one_session_go_to_one_worker_and_sessions_to_several(bac
     async with aiohttp.ClientSession() as session:
         for turn in range(4):
             for agent in range(6):
-                own = backend.own_part(asked(Conversation(), 2, agent=agent, turn=turn, priority=9))
+                fields, headers = backend.own_part(asked(Conversation(), 2, agent=agent, turn=turn, priority=9))
                 words = f"{secrets.token_hex(8)} " * 40  # nothing that any worker could have in its cache
                 body: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": words}]}
-                body |= {"max_tokens": 2, "nvext": {**own.fields["nvext"], "extra_fields": ["worker_id"]}}
-                async with session.post(backend._chat.url, json=body, headers=own.headers) as answer:
+                body |= {"max_tokens": 2, "nvext": {**dict(fields["nvext"]), "extra_fields": ["worker_id"]}}
+                async with session.post(backend._chat.url, json=body, headers=headers) as answer:
                     told = await answer.json()
                 assert answer.status == 200, told
                 workers.setdefault(agent, set()).add(told["nvext"]["worker_id"]["decode_worker_id"])

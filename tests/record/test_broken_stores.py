@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from test_run_stores import NAMES, Clock
-from toy_store import RECORD, Kept, ToyStore
+from tests.record.test_run_stores import NAMES, Clock
+from tests.record.toy_store import RECORD, Kept, ToyStore
 
 from batch_agent.messages import JsonObject
 from batch_agent.record.store import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from crash import DELIVERED, crash
+from tests.record.crash import DELIVERED, crash
 
 
 async def test_a_run_killed_again_and_again_completes_and_asks_nothing_twice_that_was_recorded(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from redis_servers import needs_redis
-from test_run_stores import RedisPlace, ServedDirectoryPlace, ServedMemoryPlace
+from tests.record.redis_servers import needs_redis
+from tests.record.test_run_stores import RedisPlace, ServedDirectoryPlace, ServedMemoryPlace
 
 from batch_agent.record.address import StoreAddress
 from batch_agent.record.store import WorkStore

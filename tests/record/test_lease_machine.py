@@ -18,11 +18,11 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from redis_servers import needs_redis, redis_server
-from test_broken_stores import ToyPlace
-from test_run_stores import NAMES, DirectoryPlace, MemoryPlace, RedisPlace, ServedDirectoryPlace
 from tests.examples import examples
-from toy_store import ToyStore
+from tests.record.redis_servers import needs_redis, redis_server
+from tests.record.test_broken_stores import ToyPlace
+from tests.record.test_run_stores import NAMES, DirectoryPlace, MemoryPlace, RedisPlace, ServedDirectoryPlace
+from tests.record.toy_store import ToyStore
 
 from batch_agent.record.address import StoreAddress
 from batch_agent.record.store import LeasedRow, RowChange

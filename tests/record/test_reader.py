@@ -14,7 +14,7 @@ from typing import Any, Self
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from redis_servers import needs_redis
+from tests.record.redis_servers import needs_redis
 
 from batch_agent import BatchAgent, Pipeline, Tool
 from batch_agent.cli.main import main

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from redis_servers import RedisServer, needs_redis, redis_server
+from tests.record.redis_servers import RedisServer, needs_redis, redis_server
 
 from batch_agent.errors import StoreError
 from batch_agent.record.address import StoreAddress
@@ -129,7 +129,8 @@ def test_a_blocking_call_that_a_failover_ends_is_repeated(tmp_path: Path) -> Non
     blocking = ("XREAD", "BLOCK", 30_000, "STREAMS", "a", "$")
     with redis_server(tmp_path, "--appendonly", "no") as server, ThreadPoolExecutor() as threads:
         address = StoreAddress.parse(f"{server.url}/run")
-        connection, other = RedisConnection(address), connect(address)
+        connection = RedisConnection(address)
+        other: Any = connect(address)
         waiting = threads.submit(connection.call, lambda client: client.execute_command(*blocking))
         ended = 0
         while ended < 2:  # as a server does that becomes a replica

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
-from redis_servers import needs_redis, redis_server
+from tests.record.redis_servers import needs_redis, redis_server
 
 from batch_agent.errors import StoreError
 from batch_agent.record.address import StoreAddress
@@ -41,7 +42,7 @@ def test_a_call_waits_while_the_server_is_full(tmp_path: Path) -> None:
 def test_a_worker_leaves_no_key_of_a_run_that_was_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with redis_server(tmp_path) as server, ThreadPoolExecutor(1) as thread:
         address = StoreAddress.parse(f"{server.url}/deleted")
-        client = connect(address)
+        client: Any = connect(address)
         store, waits = RedisRunStore.at(address), RedisRunStore.at(address)
         store.open_feed({"fingerprint": "0f"}, Resuming())
         worker = store.join({"host": "here"})

@@ -153,7 +153,7 @@ def _reviewer(directory: Path, who: str) -> None:
 
 
 def test_processes_that_answer_at_once_never_judge_the_same_row(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork" if hasattr(os, "fork") else "spawn")
+    context = multiprocessing.get_context("fork")
     people = [context.Process(target=_reviewer, args=(tmp_path, f"person {number}")) for number in range(3)]
     for each in people:
         each.start()

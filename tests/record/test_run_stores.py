@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from redis_servers import needs_redis, redis_cluster, redis_server
+from tests.record.redis_servers import needs_redis, redis_cluster, redis_server
 
 from batch_agent.errors import StoreError
 from batch_agent.job import AgentResult, BaseResult
@@ -155,7 +155,7 @@ class RedisPlace(StorePlace):
     def expire(self) -> None:
         let_time_pass(self.address, 1000 * LEASE_SECONDS)
         with closing(connect(self.address)) as client:
-            client.delete(f"{self.address.prefix}feeder")
+            client.execute_command("DEL", f"{self.address.prefix}feeder")
 
     def wait_half(self) -> bool:
         let_time_pass(self.address, LEASE_SECONDS / 2)

@@ -8,9 +8,9 @@ import random
 from collections import Counter
 from pathlib import Path
 
-import worker_crash
+import tests.record.worker_crash as worker_crash
 from tests import warm
-from worker_crash import RECEIVED, STARTED, WRITES
+from tests.record.worker_crash import RECEIVED, STARTED, WRITES
 
 from batch_agent.testing import Request, Say, ScriptedServer
 

@@ -51,7 +51,7 @@ def hang_in_tool(request: Request) -> Say:
     return CallTools(ToolUse("wait_for_ever"))
 
 
-STAGES = {
+STAGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "infer": (lambda request: Hang(), {}),
     "infer, streamed": (lambda request: Hang(), {"tools": [wait_for_ever]}),
     "tools": (hang_in_tool, {"tools": [wait_for_ever]}),

@@ -51,6 +51,7 @@ from batch_agent.observe.event_lines import event_json, read_events
 from batch_agent.observe.prometheus import RunNumbers
 from batch_agent.record.address import StoreAddress, place_of
 from batch_agent.record.reader import open_run
+from batch_agent.record.redis.reading import RedisReader
 from batch_agent.record.redis.store import RedisRunStore
 from batch_agent.testing import ScriptedServer
 
@@ -227,6 +228,7 @@ async def test_rows_that_the_feeders_own_worker_loses_end_once(shape: str, place
         await until_second_turns(server, running)
         await extent.enter_async_context(worker(place, server))
         with open_run(place) as reader:
+            assert isinstance(reader, RedisReader)
             while len(await asyncio.to_thread(reader.workers)) < 2:
                 await asyncio.sleep(0.05)
         time.sleep(1.5 * given["lease"])  # as if this process was suspended: its leases end

@@ -22,8 +22,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "record"))
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the stand-ins of command-line agents
 sys.path.insert(0, str(Path(__file__).parents[1] / "observe"))
-from collector import collecting
-from redis_servers import SERVER
+from tests.observe.collector import collecting
+from tests.record.redis_servers import SERVER
+from tests.runtimes.agents import runtime
 
 from batch_agent import BatchAgent, Pipeline, Tool
 from batch_agent.cli.main import main
@@ -37,7 +38,6 @@ from batch_agent.run.run import Run
 from batch_agent.run.trust import Trust
 from batch_agent.testing import CallTools, Fail, Request, Say, ScriptedServer, ToolUse
 from batch_agent.view.runs import ShownRun
-from runtimes.agents import runtime
 
 HERE = Path(__file__).parent
 EACH = 90  # tokens of a request
@@ -417,6 +417,6 @@ async def test_the_rows_and_requests_of_workers_are_spans(scene: Scene, monkeypa
 
 
 def free_port() -> int:
-    from redis_servers import free_port
+    from tests.record.redis_servers import free_port
 
     return free_port()

@@ -103,13 +103,13 @@ async def test_a_kind_of_step_that_only_a_newer_version_knows_costs_its_row(
 ) -> None:
     db = sqlite3.connect(directory / "journal.db")
     query = "SELECT id, agent, key, row, body FROM record WHERE agent = 1 AND kind = 6"
-    place, *whose, body = db.execute(query).fetchone()
+    place, agent, key, row, body = db.execute(query).fetchone()
     db.execute("DELETE FROM record WHERE id = ?", (place,))
     db.commit()
     db.close()
     journal = SqliteJournal.open(directory / "journal.db")
     journal.begin(b"", "")
-    journal.commit([KeptStep(*whose, 99, body)], RunProgress())
+    journal.commit([KeptStep(agent, key, row, 99, body)], RunProgress())
     journal.close()
     results, requests = await resume(directory, retry_failed=False)
     assert [result.output and result.output.word for result in results] == ["new", "mended", None, "new"]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
-from batch_agent import BatchAgent
+from batch_agent import AgentResult, BatchAgent
 from batch_agent.backends.openai.chat import OpenAIBackend
 from batch_agent.backends.registry import open_backend
 from batch_agent.events import Event, SchemaUnsupported
@@ -30,7 +31,7 @@ def refuses(status: int, message: str) -> Callable[[Request], object]:
     return script
 
 
-async def run(server: ScriptedServer, **options: object) -> tuple[object, list[Event], object]:
+async def run(server: ScriptedServer, **options: object) -> tuple[list[AgentResult[Any]], list[Event], object]:
     events: list[Event] = []
     given = {"task": "Say {n}", "inputs": ROWS, "output_schema": Word, "model": "m", "backend": server.url} | options
     async with BatchAgent.open(**given, sinks=[events.append]) as batch:

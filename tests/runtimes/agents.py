@@ -10,10 +10,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.gateway.rows import gateway_to
+
 from batch_agent.messages import Usage
 from batch_agent.runtimes import ClaudeCodeRuntime, CodexRuntime, CommandLineRuntime, OpenCodeRuntime
 from batch_agent.testing import Say, ScriptedServer
-from gateway.rows import gateway_to
 
 KINDS: Mapping[str, type[CommandLineRuntime]] = {
     "opencode": OpenCodeRuntime,

@@ -62,7 +62,7 @@ def codex(prompt: str) -> str:
 
 def tell(name: str, text: str) -> None:
     tokens = {"input": 7, "output": 3, "reasoning": 1, "cache": {"read": 2, "write": 0}}
-    events = {
+    events: dict[str, list[dict[str, object]]] = {
         "opencode": [
             {"type": "text", "text": "first"},
             {"type": "text", "part": {"text": text}},

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.cli.commandline import batch_agent
+from tests.runtimes.agents import KINDS, repository, runtime
 
 from batch_agent import BatchAgent, Tool
 from batch_agent.errors import SpecError
 from batch_agent.runtimes import CodexRuntime, OpenCodeRuntime
 from batch_agent.runtimes.named import runtime_of
 from batch_agent.testing import CallTools, Hang, Request, Say, ScriptedServer, ToolUse
-from cli.commandline import batch_agent
-from runtimes.agents import KINDS, repository, runtime
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.runtimes.agents import KINDS, Context, context, git, repository, runtime
 from tests.warm import start
 
 from batch_agent.errors import AgentTimeout, SpecError, WorkerFailed
 from batch_agent.messages import Usage
 from batch_agent.runtimes import OpenCodeRuntime
 from batch_agent.runtimes.base import Transcript, read_opencode
-from runtimes.agents import KINDS, Context, context, git, repository, runtime
 
 each = pytest.mark.parametrize("kind", KINDS)
 PROMPT = "--help 'quoted' $HOME\n-- {braces} ünïcode \\ end"
@@ -146,7 +146,7 @@ KILLED = """
 import asyncio, sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-from runtimes.agents import context, runtime
+from tests.runtimes.agents import context, runtime
 
 async def main():
     folder = Path({folder!r})

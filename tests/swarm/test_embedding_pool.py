@@ -6,11 +6,11 @@ import inspect
 from dataclasses import fields
 
 import pytest
+from tests.swarm.agents import Agent, Asked, Body, agents, answer, dead, refuse
 
 from batch_agent.errors import SpecError
 from batch_agent.swarm import EmbeddingPool, EmbeddingResponse
 from batch_agent.swarm.patterns.embedding import scatter_gather_embeddings
-from swarm.agents import Agent, Asked, Body, agents, answer, dead, refuse
 
 
 def test_the_known_names_and_defaults() -> None:

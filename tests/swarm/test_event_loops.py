@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
+from tests.swarm.agents import Agent, agents
 
 from batch_agent.errors import SpecError
 from batch_agent.swarm import AgentEndpoint, AgentPool, EmbeddingPool, EmbeddingResponse, Response, VLLMPool
-from swarm.agents import Agent, agents
 
 Pool = AgentPool | EmbeddingPool
 Make = Callable[[list[AgentEndpoint]], Pool]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import tracemalloc
 
+from tests.swarm.agents import Agent, Asked, agents, silent
+
 from batch_agent.swarm import AgentEndpoint, AgentPool, VLLMPool
 from batch_agent.testing import virtual_clock
-from swarm.agents import Agent, Asked, agents, silent
 
 
 async def test_a_slow_server_gets_what_it_can_do_and_no_more() -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from pydantic import BaseModel
+from tests.swarm.agents import Agent, Asked, Body, agents, answer, dead, hang, refuse
 
 from batch_agent.errors import SpecError
 from batch_agent.messages import Usage
 from batch_agent.swarm import AgentPool, Response, VLLMPool
 from batch_agent.testing import virtual_clock
-from swarm.agents import Agent, Asked, Body, agents, answer, dead, hang, refuse
 
 
 class City(BaseModel):

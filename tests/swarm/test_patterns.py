@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 from pydantic import BaseModel
+from tests.swarm.agents import Agent, Asked, Body, agents, answer, hang, refuse
 
 from batch_agent.errors import SpecError
 from batch_agent.swarm import AgentEndpoint, AgentPool, Response, VLLMPool
@@ -14,7 +15,6 @@ from batch_agent.swarm.patterns.broadcast import broadcast, broadcast_and_reduce
 from batch_agent.swarm.patterns.pipeline import Stage, fan_out_fan_in, run_pipeline
 from batch_agent.swarm.patterns.scatter_gather import map_gather, scatter_gather
 from batch_agent.swarm.patterns.tree_reduce import tree_reduce
-from swarm.agents import Agent, Asked, Body, agents, answer, hang, refuse
 
 
 class Summary(BaseModel):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from aiohttp import web
+from tests.swarm.agents import Agent, Asked, CountedSockets, agents, dead, hang
 
 from batch_agent.errors import SpecError
 from batch_agent.swarm import AgentEndpoint, AgentPool, Response, VLLMPool
@@ -17,7 +18,6 @@ from batch_agent.swarm.patterns.broadcast import broadcast_and_reduce
 from batch_agent.swarm.patterns.pipeline import Stage, fan_out_fan_in, run_pipeline
 from batch_agent.swarm.patterns.tree_reduce import tree_reduce
 from batch_agent.testing import virtual_clock
-from swarm.agents import Agent, Asked, CountedSockets, agents, dead, hang
 
 
 def test_a_response_has_the_known_fields_first() -> None:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from tests.swarm.agents import Agent, Asked, Body, agents, answer, dead, hang, refuse, silent
 
 from batch_agent.errors import SpecError
 from batch_agent.messages import Usage
 from batch_agent.swarm import AgentEndpoint, VLLMPool
 from batch_agent.testing import virtual_clock
-from swarm.agents import Agent, Asked, Body, agents, answer, dead, hang, refuse, silent
 
 MODEL = "openai/gpt-oss-120b"
 

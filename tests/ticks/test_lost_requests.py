@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
+from tests.ticks.worlds import agent_in, registered, says, sources
+
 from batch_agent.testing import Fail, Hang, Request, Say, ScriptedBackend, virtual_clock
 from batch_agent.ticks import Agent, AgentRuntime
-from ticks.worlds import agent_in, registered, says, sources
 
 IDS = ["a", "b", "c"]
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.ticks.worlds import call, move, registered, says, sources
 
 from batch_agent.testing import ScriptedBackend, virtual_clock
 from batch_agent.ticks import Action, Agent, AgentRuntime
 from batch_agent.ticks.plain import CHARACTERS, CUT, ITEMS, json_of, plain, text_of
-from ticks.worlds import call, move, registered, says, sources
 
 
 class Raises:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from tests.ticks.worlds import call, move, says, sources
 
 from batch_agent.testing import Fail, Request, Say, ScriptedServer
 from batch_agent.ticks import Action, Agent, AgentRuntime, GenerationResult, TextBackend
-from ticks.worlds import call, move, says, sources
 
 
 def script(request: Request) -> Say | Fail:

@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 import pytest
 from pydantic import BaseModel
+from tests.ticks.worlds import move, registered, says, sources
 
 from batch_agent.errors import SpecError
 from batch_agent.testing import Fail, Say, ScriptedBackend, virtual_clock
 from batch_agent.ticks import Action, Agent, AgentRuntime, Observation, TickRuntime, WindowMemory
-from ticks.worlds import move, registered, says, sources
 
 
 @virtual_clock

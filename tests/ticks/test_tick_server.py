@@ -9,12 +9,12 @@ from typing import Any
 
 import aiohttp
 import pytest
+from tests.ticks.worlds import agent_in, call, registered, says
 
 from batch_agent.testing import Hang, Request, Say, ScriptedBackend
 from batch_agent.ticks import AgentRuntime
 from batch_agent.ticks.plain import ITEMS
 from batch_agent.ticks.server import TickServer
-from ticks.worlds import agent_in, call, registered, says
 
 
 def script(request: Request) -> Say:

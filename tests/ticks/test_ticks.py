@@ -7,13 +7,13 @@ import contextlib
 import threading
 
 import pytest
+from tests.ticks.worlds import agent_in, call, move, registered, says, sources
 
 from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall
 from batch_agent.errors import SpecError, Unavailable
 from batch_agent.messages import Reply
 from batch_agent.testing import CallTools, Fail, Hang, Request, Say, ScriptedBackend, ToolUse, virtual_clock
 from batch_agent.ticks import Agent, AgentRuntime
-from ticks.worlds import agent_in, call, move, registered, says, sources
 
 
 def now() -> float:

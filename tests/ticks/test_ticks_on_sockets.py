@@ -6,9 +6,10 @@ import asyncio
 import socket
 from pathlib import Path
 
+from tests.ticks.worlds import agent_in, call, registered, says, sources
+
 from batch_agent.testing import Request, Say, ScriptedServer
 from batch_agent.ticks import AgentRuntime
-from ticks.worlds import agent_in, call, registered, says, sources
 
 
 def free_port() -> int:

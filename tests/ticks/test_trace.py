@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
+from tests.ticks.worlds import agent_in, call, registered, says
 
 from batch_agent.errors import SpecError
 from batch_agent.testing import Request, Say, ScriptedBackend, virtual_clock
 from batch_agent.ticks import AgentRuntime, TickRuntime
-from ticks.worlds import agent_in, call, registered, says
 
 
 @virtual_clock

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from tests.ticks.worlds import call, move, registered, sources
 
 from batch_agent.errors import SpecError
 from batch_agent.testing import Request, Say, ScriptedServer, virtual_clock
 from batch_agent.ticks import Action, Agent, AgentRuntime, GenerationResult, TextBackend
-from ticks.worlds import call, move, registered, sources
 
 
 class One:

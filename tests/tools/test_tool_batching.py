@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from tool_calls import call, settle
+from tests.tools.tool_calls import call, settle
 
 from batch_agent import BatchAgent, SpecError, Tool, ToolContext, ToolError
 from batch_agent.testing import CallTools, Request, Say, ScriptedBackend, ToolUse, virtual_clock

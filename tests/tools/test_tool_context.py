@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tool_calls import call, settle
+from tests.tools.tool_calls import call, settle
 
 from batch_agent import BatchAgent, SpecError, Tool, ToolContext
 from batch_agent.job import Job

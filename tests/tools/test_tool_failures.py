@@ -7,7 +7,7 @@ from typing import Annotated
 
 import pytest
 from pydantic import AfterValidator
-from tool_calls import Counter, call, settle
+from tests.tools.tool_calls import Counter, call, settle
 
 from batch_agent.errors import ToolError
 from batch_agent.messages import ToolCall

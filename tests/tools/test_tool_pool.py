@@ -4,7 +4,7 @@ import queue
 import threading
 
 import pytest
-from tool_calls import Counter, call, settle
+from tests.tools.tool_calls import Counter, call, settle
 
 from batch_agent.errors import ToolError
 from batch_agent.tools import PendingCall, Tool, ToolPool

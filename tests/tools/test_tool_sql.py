@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tool_calls import call
+from tests.tools.tool_calls import call
 
 from batch_agent import BatchAgent, SpecError, Tool, ToolError
 from batch_agent.testing import CallTools, Request, Say, ScriptedBackend, ToolUse

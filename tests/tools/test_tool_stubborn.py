@@ -4,7 +4,7 @@ import asyncio
 import logging
 
 import pytest
-from tool_calls import call, settle
+from tests.tools.tool_calls import call, settle
 
 from batch_agent import BatchAgent
 from batch_agent.testing import CallTools, Request, Say, ScriptedBackend, ToolUse, run_virtual, virtual_clock

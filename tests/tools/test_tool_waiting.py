@@ -6,7 +6,7 @@ import threading
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tool_calls import Counter, call, settle
+from tests.tools.tool_calls import Counter, call, settle
 
 from batch_agent.testing.clock import run_virtual, virtual_clock
 from batch_agent.tools import Tool, ToolPool

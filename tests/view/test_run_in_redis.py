@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "record"))
-from redis_servers import needs_redis
+from tests.record.redis_servers import needs_redis
 
 from batch_agent import BatchAgent
 from batch_agent.cli.main import main

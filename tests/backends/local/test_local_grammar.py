@@ -11,11 +11,11 @@ from uuid import UUID
 
 import jsonschema_rs
 import pytest
-from ebnf_sampler import sampler
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field, JsonValue, TypeAdapter
-from schema_strategies import schemas
+from tests.backends.local.ebnf_sampler import sampler
+from tests.backends.local.schema_strategies import schemas
 from tests.examples import examples
 
 from batch_agent.backends.local.grammar import Grammar

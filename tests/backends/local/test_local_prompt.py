@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from ebnf_sampler import sampler
 from pydantic import JsonValue
+from tests.backends.local.ebnf_sampler import sampler
 
 from batch_agent.backends.base import RequestShape
 from batch_agent.backends.local.backend import chat_messages, describe_tools, read_call, split_thinking

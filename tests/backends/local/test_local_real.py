@@ -19,7 +19,7 @@ import pytest
 import pytest_asyncio
 from hypothesis import HealthCheck, Phase, given, settings
 from pydantic import BaseModel, Field, JsonValue
-from schema_strategies import schemas
+from tests.backends.local.schema_strategies import schemas
 
 from batch_agent import AgentResult, BatchAgent
 from batch_agent.backends.base import ModelRequest, RequestShape
