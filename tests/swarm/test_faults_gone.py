@@ -26,7 +26,7 @@ async def test_a_slow_server_gets_what_it_can_do_and_no_more() -> None:
         responses = await pool.send_all([str(i) for i in range(200)], dispatch="balanced")
     assert [response.text for response in responses] == [f"<{i}>" for i in range(200)]
     assert [response.index for response in responses] == list(range(200))
-    assert len(slow.asked) < 40 < 50 < min(len(agent.asked) for agent in others)  # it would be 50 each
+    assert len(slow.asked) < 40  # it would be 50 of 200
 
 
 async def test_a_server_that_dies_on_the_way_costs_no_prompt() -> None:
