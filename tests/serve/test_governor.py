@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from statistics import median
+from random import Random
+from statistics import median, quantiles
 
+from batch_agent.serve import LatencyTarget
 from batch_agent.serve.governor import QUIET_SECONDS, Governor
 
 
@@ -48,6 +50,51 @@ def test_the_limit_shrinks_until_the_target_is_met_and_grows_when_there_is_room(
         met.append(seconds / 0.5)
     settled = met[100:]
     assert 2.3 < median(settled) < 2.5 and max(settled) < 3.0  # close to the target, and below it
+
+
+def latencies(governor: Governor, answers: int, *, lines_per_second: float) -> list[float]:
+    """Let people ask five times a second an engine whose steps take longer in proportion to the requests in its batch,
+    and some of whose answers take much longer. Return the latencies over that of the idle engine."""
+    chance, now, lines, found = Random(1), 100.0, 256, []
+    idle(governor)
+    for _ in range(answers):
+        governor.began(now, lines)
+        governor.admitted()
+        limit = governor.limit(now)
+        assert limit is not None
+        lines = max(limit, lines - round(lines_per_second / 5))
+        seconds = 0.5 * (1 + lines / 100 * chance.lognormvariate(0, 0.5))
+        now += 0.2
+        governor.ended(now)
+        governor.answered(seconds, 100, lines, lines, now)
+        found.append(seconds / 0.5)
+    return found
+
+
+def test_the_95th_percentile_is_held_if_it_is_the_target() -> None:
+    governor = Governor(LatencyTarget(3.0, 95))
+    settled = latencies(governor, 3000, lines_per_second=150)[200:]
+    assert 2.6 < quantiles(settled, n=20)[18] < 3.05
+    assert median(settled) < 2.2
+    assert governor.shown == "p95 3" and 2.5 < governor.ratio < 3.5
+    of_median = latencies(Governor(3.0), 3000, lines_per_second=150)[200:]
+    assert quantiles(of_median, n=20)[18] > 4  # the same engine with the target of the median
+
+
+def test_the_limit_of_a_percentile_grows_fast_when_nothing_is_slow_any_more() -> None:
+    governor, now = Governor(LatencyTarget(3.0, 95)), 200.0  # when the last of them has ended
+    latencies(governor, 500, lines_per_second=150)
+    before = governor.limit(now)
+    assert before is not None
+    for _ in range(300):  # a minute in which the engine is as fast as without lines
+        limit = governor.limit(now) or 0
+        governor.began(now, limit)
+        governor.admitted()
+        now += 0.2
+        governor.ended(now)
+        governor.answered(0.6, 100, limit, limit, now)
+    after = governor.limit(now)
+    assert after is not None and after > 3 * before
 
 
 def test_a_limit_that_met_the_target_is_used_again_when_people_return() -> None:

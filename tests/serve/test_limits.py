@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from tests.serve.test_openai_batches import backend
 from batch_agent.cli.commands.serve import _limits, _models_in, _tenant_in, add_serve_arguments
 from batch_agent.cli.main import main
 from batch_agent.errors import SpecError
-from batch_agent.serve import server
+from batch_agent.serve import LatencyTarget, server
 from batch_agent.serve.catalog import Tenant
 from batch_agent.serve.models import names_in, open_models
 
@@ -81,19 +82,29 @@ async def test_the_model_of_each_line_chooses_its_backend(tmp_path: Path) -> Non
 def test_a_configuration_has_models_limits_and_keys() -> None:
     config = {"models": {"small": {"backend": "vllm://a:1", "model": "x"}}, "limits": {"keep": "2d", "reserve": "5GB"}}
     assert _models_in(config) == {"small": {"url": "vllm://a:1", "model": "x"}}
-    import argparse
-
     parser = argparse.ArgumentParser()
     add_serve_arguments(parser)
     found = _limits(parser.parse_args(["--reserve", "1MB"]), config)
     assert (found["keep"], found["reserve"], found["max_lines"]) == (2 * 86400.0, 1024**2, 1_000_000)
     assert found["interactive_latency"] == 2.5 and found["max_inflight"] is None
     assert _limits(parser.parse_args(["--interactive-latency", "off"]), {})["interactive_latency"] is None
+    for told, read in {"p95 3": LatencyTarget(3.0, 95), "p50 2.5": LatencyTarget(2.5), "2": 2.0}.items():
+        assert _limits(parser.parse_args(["--interactive-latency", told]), {})["interactive_latency"] == read
+        assert _limits(parser.parse_args([]), {"limits": {"interactive_latency": told}})["interactive_latency"] == read
     configured = _tenant_in("alice", {"key": "k" * 20, "share": 2, "max_file": "1GB"})
     tenant, key = configured.tenant, configured.key
     assert (tenant.name, tenant.share, tenant.max_file, key) == ("alice", 2.0, 1024**3, "k" * 20)
     with pytest.raises(SpecError, match="max_lines"):
         _limits(parser.parse_args([]), {"limits": {"max_lines": "many"}})
+
+
+@pytest.mark.parametrize("told", ["p95", "p100 3", "p30 3", "p95 0.5", "1", "fast", "95 3", "p95 nan"])
+def test_a_target_that_cannot_be_read_is_refused(told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_serve_arguments(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--interactive-latency", told])
+    assert 'such as "p95 3", or off' in capsys.readouterr().err
 
 
 def test_wrong_arguments_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

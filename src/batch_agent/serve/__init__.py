@@ -13,8 +13,20 @@ DAY = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
+class LatencyTarget:
+    """The latency that ``percentile`` of 100 interactive requests do not exceed, as a multiple of that of an idle
+    engine."""
+
+    times: float
+    percentile: int = 50
+
+    def __str__(self) -> str:
+        return f"{self.times:g}" if self.percentile == 50 else f"p{self.percentile} {self.times:g}"
+
+
+@dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """``interactive_latency``: the target as a multiple of the idle latency; None for none. Times in seconds."""
+    """``interactive_latency``: the target; a number is that of the median, and None for none. Times in seconds."""
 
     data: Path
     host: str = "127.0.0.1"
@@ -23,7 +35,7 @@ class ServeOptions:
     reserve: int = GB
     keep: float = 30 * DAY
     anthropic_window: float = DAY
-    interactive_latency: float | None = 2.5
+    interactive_latency: float | LatencyTarget | None = 2.5
     max_inflight: int | None = None
     shared: bool = False  # several processes serve the same data
     store: str = ""  # URL of the Redis server that has the runs of batches; implies ``shared``

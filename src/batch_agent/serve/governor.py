@@ -5,16 +5,21 @@ the lines in flight, even if it never waits. The target is a multiple of the lat
 in length; so the latency of one is compared with that of an idle engine for as many tokens.
 
 While people are there, each answer that took longer than the target lowers the limit by a small part, and each that
-took less raises it by the same part, so that half of the answers are below the target. One that is far above it lowers
-the limit in proportion, and one far below it raises it faster. When no request has come for several times the usual gap
+took less raises it by the same part, so that half of the answers are below the target. If the target is that of another
+percentile, one that took longer lowers the limit by a larger part: by 19 times as much for the 95th, so that 19 of 20
+are below the target. One that is far above it lowers the limit in proportion. If as many in a row as have one above it
+are all far below it, the limit is raised faster. When no request has come for several times the usual gap
 between two, there is no limit; the latest one is where it begins when people return. If the latency of an idle engine
 is not known when people come, no line starts until one of their requests was answered without lines.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from math import inf
+
+from batch_agent.serve import LatencyTarget
 
 QUIET_SECONDS = 5.0  # without an interactive request after which lines fill the engine again, at most
 SHORT_QUIET_SECONDS = 1.0  # the same, at least
@@ -22,10 +27,13 @@ GAPS = 6.0  # times the usual gap between two interactive requests: then people 
 FEW = 2  # requests in flight that leave an engine almost idle
 MEASURE_SECONDS = 30.0  # for which no line starts, at most, until the latency of an idle engine is known
 LEARN = 0.2  # the weight of the latest answer
-AIM = 0.97  # part of the target that the median is held at: each answer above it lowers the limit, each below raises it
-STEP = 0.01  # by this part
+AIM = 0.97  # part of the target that is held: each answer above it lowers the limit, each below raises it
+STEP = 0.01  # by this part, for the median
 COMFORT, RAISE = 0.8, 1.05  # part of the target below which an answer raises it faster, and by how much
-FAR = 1.2  # times the target: an answer above it lowers the limit in proportion
+FAR = 1.2  # times the target of the median: an answer above it lowers the limit in proportion
+TAIL_FAR = 2.0  # the same, for the target of a higher percentile, which some answers exceed
+TAIL = 1.5  # times the median latency that is expected of a higher percentile at first
+SEEN = 100  # latest answers of which the percentile is shown
 OVER = 1.25  # times the limit: with more lines in flight, those of an earlier limit are still there
 LOWER = 0.5  # the limit is never lowered more than this by one answer
 FIRST_PART = 0.25  # of the lines in flight, when people come and nothing is known
@@ -51,14 +59,25 @@ class TokenPace:
 
 
 class Governor:
-    """``target`` is the multiple of the idle latency; None for no limit."""
+    """``target``: the multiple of the idle latency, for ``percentile`` of 100 answers; None for no limit."""
 
-    def __init__(self, target: float | None) -> None:
-        self.target = target
+    def __init__(self, target: float | LatencyTarget | None) -> None:
+        if not isinstance(target, LatencyTarget | None):
+            target = LatencyTarget(target)
+        self.told = target
+        self.target = None if target is None else target.times
+        above = 0.5 if target is None else 1 - target.percentile / 100  # part of the answers that may take longer
+        self._is_tail = above < 0.5
+        self._lower, self._raise = STEP / (2 * above), STEP / (2 * (1 - above))
+        self._patience = round(
+            0.5 / above
+        )  # answers in a row that are far below the target before the limit grows fast
+        self._calm = 0  # such answers, up to the latest
+        self._seen = deque[float](maxlen=SEEN)  # ratios of the latest answers
         self.pace = TokenPace()
         self.waiting = 0  # interactive requests that wait for a slot, or for the engine to begin
         self.active = 0  # interactive requests that have not ended
-        self.ratio = 0.0  # latency over that of an idle engine, smoothed
+        self._smoothed = 0.0  # latency over that of an idle engine
         self.reason = ""  # why the target is given up, for people
         self._limit: float | None = None
         self._kept = 0.0  # the limit when people were there last
@@ -72,6 +91,20 @@ class Governor:
     def waits(self) -> bool:
         """Return whether an interactive request waits for admission."""
         return self.waiting > 0
+
+    @property
+    def shown(self) -> float | str | None:
+        """Return the target for people: a number for the median, else a text such as "p95 3"."""
+        return str(self.told) if self._is_tail else self.target
+
+    @property
+    def ratio(self) -> float:
+        """Return the latency over that of an idle engine, at the percentile of the target."""
+        if not self._is_tail or not self._seen:
+            return self._smoothed
+        assert self.told is not None
+        ordered = sorted(self._seen)
+        return ordered[min(len(ordered) - 1, len(ordered) * self.told.percentile // 100)]
 
     def people_there(self, now: float) -> bool:
         quiet = min(QUIET_SECONDS, max(SHORT_QUIET_SECONDS, GAPS * self._gap))
@@ -118,7 +151,8 @@ class Governor:
             return 0.0
         if not pace or self.target is None:
             return max(1.0, lines * FIRST_PART)
-        share = (self.target - 1) / max(pace / self.pace.idle - 1, self.target - 1)
+        target = max(self.target / TAIL, 1 + LEARN) if self._is_tail else self.target
+        share = (target - 1) / max(pace / self.pace.idle - 1, target - 1)
         return max(1.0, COMFORT * share * lines)
 
     def admitted(self) -> None:
@@ -147,20 +181,25 @@ class Governor:
         if not self.pace.idle:
             return
         ratio = seconds / (self.pace.idle * (tokens + OVERHEAD_TOKENS))
-        self.ratio = ratio if not self.ratio else self.ratio + LEARN * (ratio - self.ratio)
+        self._smoothed = ratio if not self._smoothed else self._smoothed + LEARN * (ratio - self._smoothed)
+        self._seen.append(ratio)
         limit, target = self._limit, self.target
         if limit is None or target is None or not self.pace.certain:
             return
+        self._calm = self._calm + 1 if ratio < COMFORT * target else 0
         if not limit:
             self._limit, self._changed = self._first(), now
-        elif ratio > FAR * target:
+        elif ratio > (TAIL_FAR if self._is_tail else FAR) * target:
             if most > limit * OVER or now - self._changed < seconds / 2:
                 return  # it was slow because of lines that started before the limit
             self._limit = max(1.0, min(limit, max(lines, 1)) * max(LOWER, AIM * target / ratio))
             self._changed = now
         elif ratio > AIM * target:
             if most <= limit * OVER:
-                self._limit = max(1.0, limit * (1 - STEP))
+                self._limit = max(1.0, limit * (1 - self._lower))
         elif most >= COMFORT * limit:
-            self._limit = limit * RAISE + 0.5 if ratio < COMFORT * target else limit * (1 + STEP)
             self.reason = ""
+            if self._calm >= self._patience:
+                self._limit, self._calm = limit * RAISE + 0.5, 0
+            else:
+                self._limit = limit * (1 + self._raise)

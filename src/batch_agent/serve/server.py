@@ -474,7 +474,7 @@ class Admin:
             "batches": len(unfinished),
             "lines_left": left,
             "waiting_because": why or self._service.blocked() or None,
-            "latency_target": governor.target,
+            "latency_target": governor.shown,
             "latency_ratio": round(governor.ratio, 3),
             "target_given_up": governor.reason or None,
         }

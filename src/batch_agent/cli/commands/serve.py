@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import re
 import shutil
 import sys
 import time
@@ -26,13 +27,13 @@ from batch_agent.cli.exit_status import PART_FAILED
 from batch_agent.cli.interrupts import serve
 from batch_agent.cli.output.results import opened_output
 from batch_agent.cli.output.streams import put, say
-from batch_agent.cli.spec.numbers import add_address, amount, byte_count, number, positive
+from batch_agent.cli.spec.numbers import add_address, amount, byte_count, positive
 from batch_agent.errors import SpecError, about
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import clock
 from batch_agent.record.address import StoreAddress
 from batch_agent.record.lock import is_locked
-from batch_agent.serve import DEFAULT_PORT, ServeOptions
+from batch_agent.serve import DEFAULT_PORT, LatencyTarget, ServeOptions
 from batch_agent.serve.catalog import Catalog, ConfiguredTenant, ServedBatch, Tenant, check_tenant_name
 from batch_agent.serve.directory import ADDRESS_FILE, ERRORS, KEY_FILE, LOCK_FILE, OUTPUT, PART
 from batch_agent.serve.logs import FORMATS
@@ -321,9 +322,18 @@ def _overlap(text: str) -> float:
 OFF, FOUND = "off", "found"
 
 
-def _latency(text: str) -> float | str:
-    """Read a factor, or ``off``."""
-    return OFF if text == OFF else number(float, lambda value: 1 < value < 1e6, "a number above 1, or off")(text)
+LATENCY = re.compile(r"(?:p(\d\d)\s+)?(\d+(?:\.\d+)?)")
+LATENCY_TOLD = 'must be a number above 1, for the median, one with a percentile (p50 to p99), such as "p95 3", or off'
+
+
+def _latency(text: str) -> float | LatencyTarget | str:
+    """Read a factor, one of a percentile, or ``off``."""
+    if text == OFF:
+        return OFF
+    read = LATENCY.fullmatch(text.strip())
+    if read is None or not 1 < float(read[2]) < 1e6 or not 50 <= int(read[1] or 50) <= 99:
+        raise argparse.ArgumentTypeError(f"{LATENCY_TOLD}, not {text!r}")
+    return LatencyTarget(float(read[2]), int(read[1])) if read[1] else float(read[2])
 
 
 # Each limit with its reader, its default, and its help.
@@ -331,7 +341,8 @@ LIMITS: Mapping[str, tuple[Callable[[str], object], object, str]] = {
     "interactive_latency": (
         _latency,
         2.5,
-        "latency of interactive requests that is held, times that of an idle engine; off for none",
+        "latency of interactive requests that is held, times that of an idle engine: of the median, or of a "
+        'percentile, such as "p95 3"; off for none',
     ),
     "max_lines": (positive, 1_000_000, "lines of a batch at most"),
     "max_inflight": (positive, FOUND, "requests in flight at most"),
