@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.record.redis_servers import needs_redis
 from tests.run.process_work import ROOT, WarmCrew
 from tests.warm import start
 
@@ -131,6 +133,44 @@ async def test_the_stages_of_a_pipeline_vote(tmp_path: Path, crew: bool) -> None
         )
         check([*again.results["first"]])
     assert server.received == sum(asked.values()) == 4 * ROWS
+
+
+def worst(values: list[str]) -> str:
+    return "good" if "good" in values else "bad"
+
+
+SHAPES = ["directory", "processes", pytest.param("redis", marks=needs_redis)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_another_vote_counts_the_recorded_samples_again_and_asks_only_those_that_it_needs(
+    shape: str, tmp_path: Path, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "batch_agent")
+    vote = {"mood": worst if shape == "directory" else "tests.run.test_killed_samples:worst"}
+    where: dict[str, Any] = {"run_dir": tmp_path / "run", "resume": True}
+    if shape == "redis":
+        where["run_dir"] = request.getfixturevalue("url")
+    elif shape == "processes":
+        where["cluster"] = WarmCrew()
+
+    def script(asked: Request) -> Say:  # the first row is decided by two samples
+        same = row_of(asked) == "row-0"
+        return Say('{"mood": "bad"}', latency=0.01) if same else mood(asked)
+
+    async with ScriptedServer(script, models=["m"]) as server:
+        async with asyncio.timeout(60):
+            first = await BatchAgent.run(**options(server, **where))
+            assert [result.output["mood"] for result in first] == ["bad"] * ROWS
+            for _ in range(2):  # the same vote again changes nothing
+                anew = await BatchAgent.run(**options(server, **where, vote=vote))
+                assert [result.output["mood"] for result in anew] == ["bad"] + ["good"] * (ROWS - 1)
+            back = await BatchAgent.run(**options(server, **where))
+        asked = Counter(map(sample_of, server.requests))
+    assert [result.output for result in back] == [result.output for result in first]
+    assert asked == Counter({(f"row-{n}", seed): 1 for n in range(ROWS) for seed in (10, 11, 12)})
+    if shape == "directory":
+        assert f"vote: not given → {{'mood': '{worst.__module__}.worst'}}" in caplog.text
 
 
 if __name__ == "__main__":

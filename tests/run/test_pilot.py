@@ -16,7 +16,7 @@ from batch_agent import BatchAgent, Pipeline, SpecError
 from batch_agent.job import UnreadableRow
 from batch_agent.messages import Usage
 from batch_agent.run.pilot import Pilot
-from batch_agent.testing import Fail, Request, Say, ScriptedBackend, ScriptedServer
+from batch_agent.testing import BatchServer, Fail, Request, Say, ScriptedBackend, ScriptedServer
 from batch_agent.trust.intervals import share
 from batch_agent.trust.order import KeyedOrder
 from batch_agent.trust.totals import total
@@ -268,6 +268,23 @@ async def test_worker_processes_stop_after_the_pilot_and_get_the_examples(tmp_pa
         assert (len(only), server.received) == (20, 20)
         assert {"an example" in str(request.body["messages"][0]) for request in server.requests} == {True}
         assert len(await BatchAgent.run(**how, resume=True)) == server.received == len(ROWS)
+
+
+async def test_the_pilot_is_a_job_of_its_own_in_a_batch_api_and_is_taken_over_by_a_resume(tmp_path: Path) -> None:
+    async with BatchServer(lambda request: Say(request.text), polls=3) as server:
+        where = f"openai-batch://{server.address}/v1?tls=false&gather=0.05&look=0.1"
+        how = options(Asked(), backend=where, model="m", api_key="k", run_dir=tmp_path / "run", resume=True)
+        first = asyncio.ensure_future(BatchAgent.run(**how, pilot_only=True))
+        while not server.jobs or not server.jobs[0].polls:
+            await asyncio.sleep(0.02)
+        first.cancel()
+        await asyncio.wait([first])
+        async with BatchAgent.open(**how) as run:
+            pilot = await run.pilot()
+            assert [result.index for result in pilot] == positions() and all(result.ok for result in pilot)
+            assert [len(job.requests) for job in server.jobs] == [FEW]
+            assert len([result async for result in run.results()]) == len(ROWS)
+        assert [len(job.requests) for job in server.jobs] == [FEW, len(ROWS) - FEW]
 
 
 def test_a_pilot_of_a_sorted_table_says_what_all_rows_cost() -> None:

@@ -98,6 +98,8 @@ def _named(value: object) -> JsonValue:
     """Return a value as JSON; a function or an object by its name."""
     if callable(value):
         return name_of(value)
+    if isinstance(value, Mapping) and any(map(callable, value.values())):
+        return {str(name): _named(each) for name, each in value.items()}
     try:
         return cast(JsonValue, from_json(to_json(value)))
     except Exception:  # an object of the user's own  # noqa: BLE001
@@ -124,7 +126,8 @@ def differences(facts: JsonObject, now: Mapping[str, JsonValue]) -> Iterator[str
         elif name in BatchSpec.model_fields and kinds(BatchSpec, name) == {str} and isinstance(old, str):
             yield f"{name}: {_words_changed(old, value if isinstance(value, str) else '')}"
         else:
-            yield f"{name}: {_value(old)} → {_value(value)}"
+            more = "; a row is asked for more samples if this vote needs them" if name == "vote" else ""
+            yield f"{name}: {_value(old)} → {_value(value)}{more}"
 
 
 def _words_changed(old: str, new: str) -> str:

@@ -44,12 +44,13 @@ end
 """
 
 # facts, fingerprint, resume, lease in ms, what is kept, a number that is unique to this feeder, '1' if the results of
-# earlier sessions are dropped, '1' if the feeder has observers
+# earlier sessions are dropped, '1' if the feeder has observers, and how samples vote. The results of sessions before
+# 'voted', if that is set, come from another vote.
 OPEN_FEED = (
     _HEAD
     + """
-local facts, fingerprint, resume, lease, kept, nonce, drop, observed = unpack(ARGV)
-local before = redis.call('HMGET', run, 'sitting', 'fingerprint', 'facts')
+local facts, fingerprint, resume, lease, kept, nonce, drop, observed, vote = unpack(ARGV)
+local before = redis.call('HMGET', run, 'sitting', 'fingerprint', 'facts', 'vote')
 local holder = redis.call('GET', feeder)
 if holder and string.match(holder, ' (%S+)$') == nonce then
   local latest = redis.call('XREVRANGE', results, '+', '-', 'COUNT', 1)[1]
@@ -58,7 +59,9 @@ end
 if before[1] and resume == '0' then return 'TAKEN' end
 if holder then return {'HELD', redis.call('PTTL', feeder)} end
 local session = redis.call('HINCRBY', run, 'sitting', 1)
-if before[2] ~= fingerprint then
+local votes_anew = before[4] and before[4] ~= vote
+if votes_anew then redis.call('HSET', run, 'voted', session) end
+if before[2] ~= fingerprint or votes_anew then
   redis.call('HINCRBY', run, 'generation', 1)
   redis.call('DEL', queue)
 end
@@ -68,7 +71,7 @@ if redis.call('EXISTS', queue) == 0 then
 end
 redis.call('DEL', again, events)
 redis.call('HSET', run, 'facts', facts, 'previous', before[3] or '', 'fingerprint', fingerprint, 'lease', lease,
-  'keep', kept, 'phase', 'running', 'fed', '0', 'ok', '0', 'failed', '0', 'counts', '{}', 'observed', observed)
+  'keep', kept, 'vote', vote, 'phase', 'running', 'fed', '0', 'ok', '0', 'failed', '0', 'counts', '{}', 'observed', observed)
 redis.call('SET', feeder, session .. ' ' .. nonce, 'PX', lease)
 local latest = redis.call('XREVRANGE', results, '+', '-', 'COUNT', 1)[1]
 return {tostring(session), before[3] or '', latest and latest[1] or '0-0'}
@@ -136,6 +139,7 @@ FEED = (
 local session, number, retry, prefix, force, cut = unpack(ARGV, 1, 6)
 if replaced(session) then return 'REPLACED' end
 force = force == '1'
+local voted = tonumber(redis.call('HGET', run, 'voted') or '0')
 local function retried(state, error)
   return state == 'f' and (retry == '*' or string.find(retry, '|' .. error .. '|', 1, true))
 end
@@ -223,6 +227,9 @@ for i = 7, #ARGV, 4 do
         if entry and cut == '1' and state == 'k' then
           local line = string.match(field(entry, 'result'), '[^\\n]+')
           if cjson.decode(line).truncated then entry = nil end
+        end
+        if entry and tonumber(field(entry, 'sitting')) < voted and redis.call('EXISTS', prefix .. row) == 1 then
+          entry = nil  -- its samples vote again
         end
         if entry then
           answer = field(entry, 'result')

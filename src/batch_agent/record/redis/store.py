@@ -20,6 +20,7 @@ from batch_agent.record.address import StoreAddress
 from batch_agent.record.directory import KEEPS
 from batch_agent.record.redis import scripts
 from batch_agent.record.redis.connection import DELETED, Client, RedisConnection, Script, entries
+from batch_agent.record.rundir import recorded_options
 from batch_agent.record.store import (
     FOLLOWED_SECONDS,
     GROUP,
@@ -249,6 +250,7 @@ class RedisRunStore:
             self._nonce,
             int(resuming.drop),
             int(bool(facts.get(OBSERVED))),
+            to_json(recorded_options(facts).get("vote")),
         )
         waits = 2  # the lease of a dead feeder ends meanwhile; a live feeder renews its lease
         while (answer := self._script(scripts.OPEN_FEED, *arguments))[0] == scripts.HELD:
