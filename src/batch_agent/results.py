@@ -183,7 +183,7 @@ class Results(list[AgentResult[T]]):
         for result in self:
             add_result(scoring, result, schema)
         total = len(self) if known.population is None else known.population
-        found = scoring.score(total, pilot=known.pilot, complete=known.complete)
+        found = scoring.score(total, pilot=known.pilot, complete=known.complete, notes=known.notes)
         return scoring, with_looks(found, known.asked or digest_of([*map(output_line, self._lines())]))
 
     def side(self, name: str) -> Side:
@@ -233,6 +233,7 @@ class Results(list[AgentResult[T]]):
     def _columns(self, *, nested: bool = False) -> Iterator[tuple[Column, list[object]]]:
         records: list[Record] = [record for line in self._lines() if (record := record_of(line)) is not None]
         if self._gold is not None and (taken := self._gold.taken) is not None:
+            taken = replace(taken, examples=self._gold.examples)
             records = [with_gold(record, taken) for record in records]
         for column in columns_of(records):
             yield column, [column.cell(record, nested=nested) for record in records]

@@ -235,6 +235,11 @@ async def test_adding_gold_to_a_finished_run_asks_nothing_again(tmp_path: Path, 
         results = await scored(backend=again, run_dir=tmp_path / "run", resume=True, **options)
         assert not again.requests
         assert results.score()["mood"].right == 15
+        with open_run(str(tmp_path / "run")) as record:
+            scores = [results.score(), score_of_run(record, {})]
+        # The first session had no gold to take out, and a task or a worker may have used the whole row.
+        saw = task != "Mood of {text}"
+        assert [any("saw the columns of gold" in note for note in score.notes) for score in scores] == [saw] * 2
     assert len(calls) == called
 
 

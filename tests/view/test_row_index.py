@@ -84,3 +84,5 @@ def test_rows_are_sorted_and_found_by_doubt_and_those_without_come_last(tmp_path
     assert rows(index, Query(text="doubt:>0.3")) == [2, 4]
     page: Any = index.page(Query(), "doubt", True, 0, 100)
     assert [(row["index"], row["doubt"]) for row in page["rows"]][:3] == [(2, 0.9), (4, 0.4), (0, 0.1)]
+    page = index.page(Query(), "doubt", False, 0, 100)
+    assert [row["index"] for row in page["rows"]] == [0, 4, 2, 1, 3]

@@ -39,6 +39,7 @@ GivenGold = str | Path | Mapping[str, str]
 LATEST = 10_000  # rows that are kept as they were given; more than are read and not yet fed
 NAMED_ROWS = 5  # in a message about several rows
 GOLD_FACT, IN_KEYS = "gold", "in_keys"  # the fact of a run about its gold; in it, the columns that are part of keys
+SEEN = "seen"  # in it: whether the agents of an earlier session saw these columns
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,12 @@ def in_keys(taken: Iterable[str], recorded: JsonObject) -> list[str]:
     known = {*cast("Iterable[str]", before.get("taken") or ())} if isinstance(before, dict) else set[str]()
     kept = before.get(IN_KEYS) if isinstance(before, dict) else None
     return sorted({*(taken), *known} - known | {*cast("Iterable[str]", kept or ())})
+
+
+def was_seen(facts: JsonObject) -> bool:
+    """Return whether recorded answers were made when the agents saw the gold."""
+    gold = facts.get(GOLD_FACT)
+    return isinstance(gold, dict) and gold.get(SEEN) is True
 
 
 def is_gold_file(given: object) -> bool:

@@ -13,7 +13,7 @@ from pydantic import JsonValue
 
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import SpecError
-from batch_agent.files.gold import GOLD_FACT, TakenGold, checked_gold, score_options
+from batch_agent.files.gold import GOLD_FACT, TakenGold, checked_gold, score_options, was_seen
 from batch_agent.files.read import read_inputs
 from batch_agent.files.tables import OWN, Record
 from batch_agent.messages import JsonObject
@@ -54,7 +54,7 @@ def score_of_run(
         scoring = Scoring(taken.gold, taken.table, taken.options, left_out=taken.left_out, **how)
         for record in part.rows:
             add_record(scoring, record)
-        score = scoring.score(known.population, pilot=known.pilot, complete=known.complete)
+        score = scoring.score(known.population, pilot=known.pilot, complete=known.complete, notes=known.notes)
     score = with_looks(score, known.asked, run=run.name, count=count)
     if count and isinstance(run.place, Path):
         keep_looks(score, run.place)
@@ -84,6 +84,7 @@ def known_of_run(run: RunReader) -> tuple[RunGold, OutputSchema[object] | None, 
         PilotSample.of_facts(facts),
         complete=view.state == "complete",
         examples=ExampleRows.of_facts(part),
+        seen=was_seen(facts),
     )
     return known, *schema_of(part)
 
@@ -120,7 +121,8 @@ def gold_of_record(run: RunReader) -> TakenGold:
     part = _facts_of(run, names[-1]) if names else facts
     taken = _recorded_gold(run, facts, part)
     assert taken is not None, "the run has gold"
-    return replace(taken, options=score_options(_recorded_options(facts, part)))
+    options = score_options(_recorded_options(facts, part))
+    return replace(taken, options=options, examples=ExampleRows.of_facts(part))
 
 
 def has_gold(facts: JsonObject) -> bool:

@@ -35,6 +35,10 @@ from batch_agent.trust.order import SEALED_KEY, KeyedOrder
 from batch_agent.trust.score import Score
 from batch_agent.trust.table import GoldTable, PilotSample, Scoring
 
+SAW_GOLD = (
+    "this score says nothing: some of the answers were made when the agents saw the columns of gold; run it again in "
+    "another run directory"
+)
 UNKNOWN = "unknown"  # what was asked, if the record does not say it
 
 
@@ -69,9 +73,7 @@ def plain_output(output: object, schema: OutputSchema[object] | None) -> JsonVal
 
 def add_record(scoring: Scoring, record: Record) -> None:
     """Add a recorded row."""
-    error = record.get("error")
-    kind = str(error.get("type")) if isinstance(error, dict) else None
-    if kind == Interrupted.type:
+    if (kind := _kind_of(record)) == Interrupted.type:
         return
     index, doubt = record.get("index"), record.get("doubt")
     scoring.add(
@@ -83,6 +85,12 @@ def add_record(scoring: Scoring, record: Record) -> None:
         doubt=doubt if isinstance(doubt, float | int) else None,
         error=kind,
     )
+
+
+def _kind_of(record: Record) -> str | None:
+    """Return the type of the error of a recorded row."""
+    error = record.get("error")
+    return str(error.get("type")) if isinstance(error, dict) else None
 
 
 def row_fields(value: object) -> Mapping[str, object]:
@@ -107,6 +115,12 @@ class RunGold:
     pilot: PilotSample | None = None
     complete: bool = True
     examples: ExampleRows | None = None  # in its prompt
+    seen: bool = False  # agents saw this gold
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader of the score must know."""
+        return [SAW_GOLD] if self.seen else []
 
     def measure(
         self,
@@ -205,14 +219,18 @@ def keep_looks(score: Score, directory: Path) -> None:
 def gold_of_row(
     record: Record, taken: TakenGold
 ) -> tuple[Mapping[str, JsonValue], Mapping[str, GoldField], dict[str, bool]] | None:
-    """Return the gold of a recorded row by field, the fields, and which of them are right. None if it has no gold, or
-    if its gold is sealed."""
+    """Return the gold of a recorded row by field, the fields, and which of them are right. None if the row is not
+    scored: it has no gold, its gold is sealed, it is an example in the prompt, or it was interrupted."""
+    if _kind_of(record) == Interrupted.type:
+        return None
     index, name = record.get("index"), str(record.get("job_id"))
     place = taken.table.place(index if isinstance(index, int) else -1, name)
     if place is None:
         return None
     row, options = taken.table.row(place), taken.options
     if options.sealed and KeyedOrder(SEALED_KEY).in_first_half(row.name):
+        return None
+    if taken.left_out is not None and taken.left_out(row_fields(record.get("input"))):
         return None
     fields = taken.rules.fields
     output, ok = cast(JsonValue, record.get("output")), bool(record.get("ok"))

@@ -25,7 +25,7 @@ from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.cancellation import wait_event
 from batch_agent.errors import JobError, StoreError
 from batch_agent.events import Event, JobStarted
-from batch_agent.files.gold import GOLD_FACT, IN_KEYS, WholeRows, in_keys
+from batch_agent.files.gold import GOLD_FACT, IN_KEYS, SEEN, WholeRows, in_keys, was_seen
 from batch_agent.job import AgentError, AgentResult, Failure, Job, Placed, UnreadableRow
 from batch_agent.messages import JsonObject
 from batch_agent.observe.event_lines import read_events
@@ -165,7 +165,7 @@ class Feeder:
         if self.scoring is None or not isinstance(gold, dict):
             return
         columns = in_keys(self.scoring.taken.taken, previous)
-        self.facts[GOLD_FACT] = {**gold, IN_KEYS: [*columns]}
+        self.facts[GOLD_FACT] = {**gold, IN_KEYS: [*columns], SEEN: was_seen(previous)}
         if columns:
             self._whole = self.scoring.taken.whole
         elif self.scoring.taken.whole is not None:
@@ -179,6 +179,7 @@ class Feeder:
         question = self._plan.asks(whole)[1]
         if not self._told and question != self._plan.question(job):
             self._told = True
+            self.facts[GOLD_FACT] = {**cast("JsonObject", self.facts[GOLD_FACT]), SEEN: True}
             logger.warning(
                 "the recorded answers were made when the agents saw the columns of gold: their score says nothing. Run "
                 "it again in another run directory"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from batch_agent.agent.prepare import Prepared
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import SpecError, StoreError
-from batch_agent.files.gold import TakenGold
+from batch_agent.files.gold import TakenGold, was_seen
 from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject
 from batch_agent.record.directory import DirectoryStore
@@ -55,7 +55,7 @@ class RunScoring:
         """Return the score so far. ``count``: it is a look at the gold."""
         if self._failure is not None:
             raise self._failure
-        score = self._scoring.score(known.population, pilot=known.pilot, complete=known.complete)
+        score = self._scoring.score(known.population, pilot=known.pilot, complete=known.complete, notes=known.notes)
         return with_looks(score, known.asked, run=run, count=count and bool(known.asked))
 
     def keep(self, store: RunStore) -> None:
@@ -78,7 +78,8 @@ def gold_of_run(run: Run[Any], prepared: Prepared, feeder: Feeder | None) -> Run
     pilot, options = PilotSample.of_facts(facts), {name: getattr(prepared.spec, name) for name in OPTIONS}
     taken = None if prepared.gold is None else replace(prepared.gold, inputs=())
     examples = None if prepared.examples is None else prepared.examples.rows
-    return RunGold(taken, options, asked, total, pilot, complete=ended == "complete", examples=examples)
+    complete = ended == "complete"
+    return RunGold(taken, options, asked, total, pilot, complete=complete, examples=examples, seen=was_seen(facts))
 
 
 def score_of_run(run: Run[Any], *, count: bool) -> Score:

@@ -29,6 +29,7 @@ from batch_agent.record.reader import RunReader, RunSnapshot, parsed
 from batch_agent.record.rundir import stage_names
 from batch_agent.record.timeline import Line
 from batch_agent.view.conversation import conversation, failed_attempts
+from batch_agent.trust.score import FAILED, OTHER
 from batch_agent.view.gold import RunMarks
 
 # Filters of rows: a state, a type of error, and the text of the search box. Words are searched in a row's id, input,
@@ -76,12 +77,18 @@ class Query:
             terms.append("ok = 0 AND error = ?")
             values.append(self.error)
         if self.cell:
-            terms.append("idx IN (SELECT idx FROM mark WHERE field = ? AND gold = ? AND (answer = ? OR ? = ?))")
             try:
                 field, gold, answer = map(str, orjson.loads(self.cell))
             except (ValueError, TypeError):
                 field = gold = answer = ""
-            values += [field, gold, answer, answer, ""]
+            values += [field, gold]
+            if answer == OTHER:
+                said = "answer <> ? AND answer NOT IN (SELECT gold FROM mark WHERE field = ?)"
+                values += [FAILED, field]
+            else:
+                said = "answer = ?"
+                values.append(answer)
+            terms.append(f"idx IN (SELECT idx FROM mark WHERE field = ? AND gold = ? AND {said})")
         for column, sign, number in self._parts[2]:
             terms.append(f"{column} {sign} ?")
             values.append(number)
@@ -177,6 +184,7 @@ SORTS = {
     "tokens": "prompt + completion",
     "doubt": "doubt",
 }
+UNKNOWN_LAST = ("cost", "doubt")  # rows may be without it
 AT_ONCE = 500  # records read together
 MATCHES = 8  # searches that are remembered
 WAITS, MOST_WAIT = 20.0, 10.0  # pause between two counts, in multiples of a count's duration; at most these seconds
@@ -297,7 +305,8 @@ class RowIndex:
     def page(self, query: Query, sort: str, descending: bool, offset: int, limit: int) -> JsonObject:
         """Return a page of rows, shortened, with the number of all rows that match the query."""
         where, values = self._where(query)
-        order = f"{SORTS.get(sort, 'idx')} {'DESC' if descending else 'ASC'}, idx"
+        last = " NULLS LAST" if sort in UNKNOWN_LAST else ""
+        order = f"{SORTS.get(sort, 'idx')} {'DESC' if descending else 'ASC'}{last}, idx"
         total = self._db.execute(f"SELECT count(*) FROM row {where}", values).fetchone()[0]
         found = self._db.execute(
             f"SELECT {', '.join(COLUMNS)} FROM row {where} ORDER BY {order} LIMIT ? OFFSET ?", (*values, limit, offset)

@@ -68,23 +68,39 @@ const STATES = { ok: (row) => row.ok, failed: (row) => !row.ok, repaired: (row) 
 const SORTS = { index: "index", id: "job_id", state: "ok", turns: "turns", attempts: "attempts", seconds: "seconds", cost: "cost", doubt: "doubt" };
 
 // Whether a row is in a cell of a confusion matrix.
-function inCell(cell) {
+function inCell(cell, rows) {
   const [name, gold, answer] = JSON.parse(cell), same = (value, label) => plain(value) === plain(label);
   const plain = (value) => (typeof value === "string" ? value : JSON.stringify(value)).normalize("NFKC").toLowerCase().split(/\s+/).filter(Boolean).join(" ");
   const field = (output) => (output !== null && typeof output === "object" && name in output ? output[name] : name.split(".").reduce((at, step) => (at !== null && typeof at === "object" ? at[step] : at), output)) ?? null;
-  return (row) => row.gold && name in row.gold && same(row.gold[name], gold) && (!answer || (row.ok ? same(field(row.output), answer) : answer === "(failed)"));
+  const scored = (row) => row.gold && name in row.gold, classes = new Set(rows.filter(scored).map((row) => plain(row.gold[name])));
+  const said = (row) => (!row.ok ? answer === "(failed)" : answer === "(other)" ? !classes.has(plain(field(row.output))) : same(field(row.output), answer));
+  return (row) => scored(row) && same(row.gold[name], gold) && said(row);
+}
+
+// The words, fields and comparisons of a search, as the server reads them.
+const COMPARED = ["turns", "seconds", "cost", "attempts", "index", "doubt"];
+const SIGNS = { ">": (a, b) => a > b, "<": (a, b) => a < b, ">=": (a, b) => a >= b, "<=": (a, b) => a <= b, "=": (a, b) => a === b };
+const texts = (value) => (value === null || value === undefined ? "" : typeof value === "object" ? Object.values(value).map(texts).join("\n") : String(value).toLowerCase());
+
+function found(q) {
+  const parts = [...q.matchAll(/(?:([\w.-]+):)?(?:"([^"]*)"|(\S+))/g)].map(([, name, quoted, bare]) => {
+    const word = quoted || bare, compared = /^(>=|<=|>|<|=)?(-?\d+(?:\.\d+)?)$/.exec(word || "");
+    if (COMPARED.includes(name) && compared) return (row) => row[name] !== null && row[name] !== undefined && SIGNS[compared[1] || "="](row[name], Number(compared[2]));
+    const wanted = (word || "").toLowerCase();
+    if (!name) return (row) => [row.job_id, row.input, row.output, row.error, row.message].some((each) => texts(each).includes(wanted));
+    return (row) => [row.input, row.output].some((each) => each !== null && typeof each === "object" && Object.entries(each).some(([own, value]) => own.toLowerCase() === name.toLowerCase() && texts(value).includes(wanted)));
+  });
+  return (row) => parts.every((part) => part(row));
 }
 
 function reportedRows(own, { offset = 0, limit = 50, sort = "index", dir, state, error, q, cell }) {
   let rows = own.rows;
-  if (cell) rows = rows.filter(inCell(cell));
+  if (cell) rows = rows.filter(inCell(cell, rows));
   if (STATES[state]) rows = rows.filter(STATES[state]);
   if (error) rows = rows.filter((row) => row.error === error);
-  for (const word of (q || "").toLowerCase().split(/\s+/).filter(Boolean)) {
-    rows = rows.filter((row) => JSON.stringify([row.job_id, row.input, row.output, row.message]).toLowerCase().includes(word));
-  }
+  if (q) rows = rows.filter(found(q));
   const by = sort === "tokens" ? (row) => row.prompt + row.completion : (row) => row[SORTS[sort] || "index"];
-  const sign = dir === "desc" ? -1 : 1;
-  rows = [...rows].sort((a, b) => (by(a) < by(b) ? -sign : by(a) > by(b) ? sign : a.index - b.index));
+  const sign = dir === "desc" ? -1 : 1, missing = (row) => by(row) === null || by(row) === undefined;
+  rows = [...rows].sort((a, b) => missing(a) - missing(b) || (by(a) < by(b) ? -sign : by(a) > by(b) ? sign : a.index - b.index));
   return { total: rows.length, offset: Number(offset), rows: rows.slice(Number(offset), Number(offset) + Number(limit)), index: own.overview.index };
 }
