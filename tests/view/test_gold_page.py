@@ -12,8 +12,8 @@ from tests.view.browser import MISSING, PROGRAM, chromium
 from tests.view.test_view_server import page_of
 
 from batch_agent import BatchAgent, Pipeline
-from batch_agent.record.reader import open_run
 from batch_agent.messages import TokenChance
+from batch_agent.record.reader import open_run
 from batch_agent.testing import Fail, Request, Say, ScriptedBackend, ScriptedServer
 from batch_agent.view.report import report_html
 

@@ -28,8 +28,8 @@ from batch_agent.observe.numbers import ShownNumbers, of_record
 from batch_agent.record.reader import RunReader, RunSnapshot, parsed
 from batch_agent.record.rundir import stage_names
 from batch_agent.record.timeline import Line
-from batch_agent.view.conversation import conversation, failed_attempts
 from batch_agent.trust.score import FAILED, OTHER
+from batch_agent.view.conversation import conversation, failed_attempts
 from batch_agent.view.gold import RunMarks
 
 # Filters of rows: a state, a type of error, and the text of the search box. Words are searched in a row's id, input,

@@ -71,7 +71,8 @@ if redis.call('EXISTS', queue) == 0 then
 end
 redis.call('DEL', again, events)
 redis.call('HSET', run, 'facts', facts, 'previous', before[3] or '', 'fingerprint', fingerprint, 'lease', lease,
-  'keep', kept, 'vote', vote, 'phase', 'running', 'fed', '0', 'ok', '0', 'failed', '0', 'counts', '{}', 'observed', observed)
+  'keep', kept, 'vote', vote, 'phase', 'running', 'fed', '0', 'ok', '0', 'failed', '0', 'counts', '{}',
+  'observed', observed)
 redis.call('SET', feeder, session .. ' ' .. nonce, 'PX', lease)
 local latest = redis.call('XREVRANGE', results, '+', '-', 'COUNT', 1)[1]
 return {tostring(session), before[3] or '', latest and latest[1] or '0-0'}
