@@ -126,7 +126,7 @@ async def test_people_see_the_score_click_on_the_matrix_and_sort_by_doubt(tmp_pa
             base = (tmp_path / "run.html").as_uri()
         await page.goto(f"{base}#/run/run")
         await page.until("document.querySelector('.matrix')")
-        line = "mood 0.75 15 of 20 0.54 0.50–0.92 0.75 1.00"  # bounds are rounded away from what was measured
+        line = "mood 0.75 15 of 20 0.54 0.50\u20130.92 0.75 1.00"  # bounds are rounded away from what was measured
         await page.until(f"document.body.innerText.replace(/\\s+/g, ' ').includes({json.dumps(line)})")
         await page.ask("document.querySelector('.matrix td.bad a').click()")
         await page.until("document.querySelectorAll('tbody tr').length === 5")
