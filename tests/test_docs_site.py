@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlencode
 
 import pytest
@@ -55,7 +56,7 @@ def test_a_row_of_a_built_page_gets_the_id_that_the_search_links_to() -> None:
     assert site.search.with_row_ids(row + row) == row.replace("<tr ", f'<tr id="{site.search.row_id("--x N")}" ') + row
 
 
-def everything() -> list[object]:
+def everything() -> list[Any]:
     pages = sorted(path.relative_to(ROOT) for path in site.staged())
     return [each for page in pages for each in site.search.entries(str(page), (ROOT / page).read_text())]
 
