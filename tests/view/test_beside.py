@@ -34,6 +34,7 @@ async def test_a_program_sees_its_page_for_as_long_as_it_keeps_the_results(
             with pytest.raises(aiohttp.ClientConnectorError):
                 while True:
                     await (await session.get(f"{found[1]}/api/run", params=asked)).read()
+    assert "stopped" not in capfd.readouterr().err  # of the program that shows something else meanwhile
 
 
 async def test_a_run_without_a_record_has_no_page(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.output.streams import say
 
 
-def serve(serving: Coroutine[object, object, None]) -> int:
-    """Run a server until Ctrl-C or SIGTERM. Returns the exit status."""
+def serve(serving: Coroutine[object, object, None], *, last_word: str = "stopped") -> int:
+    """Run a server until Ctrl-C or SIGTERM, and print the last word. Returns the exit status."""
 
     async def until_stopped() -> None:
         task = asyncio.current_task()
@@ -28,7 +28,8 @@ def serve(serving: Coroutine[object, object, None]) -> int:
     try:
         asyncio.run(until_stopped())
     except (KeyboardInterrupt, asyncio.CancelledError):
-        say("stopped")
+        if last_word:
+            say(last_word)
     return ALL_OK
 
 

@@ -51,7 +51,7 @@ def view_command(options: argparse.Namespace) -> int:
         say("Ctrl-C stops the page; runs continue without it")
         await asyncio.get_running_loop().create_future()
 
-    return serve(server.serve(ready))
+    return serve(server.serve(ready), last_word="" if options.beside else "stopped")  # the other process has the screen
 
 
 def _runs(places: list[RunPlace], *, waits: bool) -> ShownRuns:
