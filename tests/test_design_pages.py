@@ -70,3 +70,17 @@ def unknown(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_names_only_what_is_there(page: Path) -> None:
     assert unknown(page) == []
+
+
+def test_no_cell_of_the_map_is_a_paragraph() -> None:
+    lines = (ROOT / "ARCHITECTURE.md").read_text().splitlines()
+    long = [cell for line in lines if line.startswith("|") for cell in line.split(" | ") if len(cell) > 320]
+    assert long == [], "list the modules at the end of the page instead"
+
+
+def test_the_lists_of_modules_name_modules_that_exist() -> None:
+    _, lists = (ROOT / "ARCHITECTURE.md").read_text().split("## Modules of the larger packages")
+    for package, named in re.findall(r"### `(\w+)/`\n(.*?)(?=\n### |\Z)", lists, re.DOTALL):
+        modules = set(re.findall(r"(?:[-:;,.] |and |\n  )`([a-z_]+)/?`", named))
+        there = {path.stem for path in (SOURCE / package).iterdir()}
+        assert modules and modules - {"ask"} <= there, package
