@@ -116,3 +116,25 @@ def test_one_that_is_at_fault_fails_alone_and_soon(refusal: str) -> None:
         await service.close()
 
     scenario()
+
+
+@pytest.mark.parametrize("people", [0, 1, 5])
+def test_a_server_that_hangs_from_the_start_is_down_soon(people: int) -> None:
+    """All slots are in use, and people have more than there are: a control request needs one."""
+
+    @virtual_clock
+    async def scenario() -> None:
+        service = Service(ScriptedBackend(lambda request: Hang()))
+        asked = [asyncio.create_task(service.ask(f"line {n}")) for n in range(20)]
+        await asyncio.sleep(3)
+        asked += [asyncio.create_task(service.ask(f"person {n}", person=True)) for n in range(people)]
+        (endpoint,) = service.dispatcher.scheduler.endpoints
+        while not endpoint.health.is_down:
+            await asyncio.sleep(1)
+        assert now() < 120
+        for task in asked:
+            task.cancel()
+        await asyncio.wait(asked)
+        await service.close()
+
+    scenario()

@@ -300,7 +300,8 @@ class EndpointMonitor:
         if which == "all":
             self.flights.recall_all(endpoint, now)
         elif which == "room":
-            self.flights.make_room(endpoint, now)
+            # Interactive requests have slots beyond the limit.
+            self.flights.make_room(endpoint, now, 1 + self._scheduler.excess)
         else:
             self.flights.recall_oldest(endpoint, now, once=once)
 

@@ -310,11 +310,13 @@ class Flights:
         """Return a request in flight there that was sent beside another one, and may be recalled."""
         return next((slot for slot in self.at(endpoint) if slot.ticket.second and not slot.recalled), None)
 
-    def make_room(self, endpoint: Endpoint, now: float) -> None:
-        """Recall a request that was sent beside another one, or else the oldest."""
+    def make_room(self, endpoint: Endpoint, now: float, slots: int) -> None:
+        """Recall a request that was sent beside another one, or else the oldest, and as many more as it takes to free
+        ``slots``."""
         if (second := self.second(endpoint)) is not None:
             self.recall(second, now)
-        else:
+            slots -= 1
+        for _ in range(slots):
             endpoint.health.sounded = True
             self.recall_oldest(endpoint, now, once=True)
 

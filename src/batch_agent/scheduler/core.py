@@ -272,6 +272,12 @@ class Scheduler:
         return most is not None and self.inflight >= most
 
     @property
+    def excess(self) -> int:
+        """Number of requests in flight beyond those that this dispatcher may have, because people do not wait."""
+        most = self.max_inflight if self.allotted is None else self.allotted
+        return 0 if most is None else max(0, self.inflight - most)
+
+    @property
     def busy(self) -> int:
         """Number of turns that have a slot, wait for one, or soon will."""
         return (
