@@ -74,6 +74,10 @@ def test_a_table_with_gold_on_all_rows_is_counted() -> None:
     assert found["mood"].interval == (0.92, 0.92)
     assert found["mood"].bound == 0.92
     assert "counted" in found.sample
+    assert "at least" not in str(found)
+    half = scored(23, 2, pending=25).score("random", 50)
+    assert (half.sample, half["mood"].bound) == ("a random sample of the table", 0.46)
+    assert "0.92 measured (23 of 25), at least 0.46" in str(half)
 
 
 def test_rows_that_were_chosen_say_nothing_about_the_others() -> None:

@@ -68,7 +68,9 @@ class Calibration:
         for name, bins in (*self.fields.items(), *([(ALL, self.all)] if len(self.fields) > 1 else [])):
             lines += [name, *(f"  {each}" for each in bins if each.rows)]
         if self.unknown:
-            lines.append(f"{self.unknown:,} rows with gold have no doubt")
+            lines.append(
+                f"{self.unknown:,} {'row with gold has' if self.unknown == 1 else 'rows with gold have'} no doubt"
+            )
         return "\n".join(lines)
 
     __repr__ = __str__

@@ -547,7 +547,8 @@ class Scorer:
         notes: Sequence[str] = (),
     ) -> Score:
         """Return the score. ``population``: number of rows of the table that these rows are a random sample of."""
-        if basis == "random" and population is not None and population <= self.rows + self.pending and not sealed:
+        complete = population is not None and population <= self.rows and not (self.pending or sealed)
+        if basis == "random" and complete:
             basis = "counted"
         frame = _Frame(basis, population, grouped=self._groups_column is not None)
         part = _Frame(basis, None, grouped=self._groups_column is not None)

@@ -43,7 +43,7 @@ def measured(found: FieldScore) -> str:
     if found.accuracy is None:
         return f"no row with gold is finished ({found.pending:,} pending)" if found.pending else "no row has gold"
     text = f"{_value(found.accuracy)} measured ({found.right:,} of {found.rows:,})"
-    if found.bound is not None and found.interval is not None and not _is_exact(found.interval):
+    if found.bound is not None and not _is_counted(found.accuracy, found.interval):
         text += f", at least {_down(found.bound)}"
     return text
 
@@ -60,12 +60,18 @@ def _lines(score: Score, details: bool) -> Iterator[str]:
     if score.looks and score.basis != "random":
         yield f"this gold was looked at {'once' if score.looks == 1 else f'{score.looks} times'} before"
     if score.pending:
-        yield f"{score.pending:,} rows with gold are not finished: they count as wrong in the bounds"
+        they, one = ("it counts", "is") if score.pending == 1 else ("they count", "are")
+        yield f"{_rows(score.pending)} with gold {one} not finished: {they} as wrong in the bounds"
     if score.excluded:
-        yield f"{score.excluded:,} rows are left out, because they are examples in the prompt"
+        why = (
+            "is left out, because it is an example"
+            if score.excluded == 1
+            else "are left out, because they are examples"
+        )
+        yield f"{_rows(score.excluded)} {why} in the prompt"
     if score.sealed:
         what = "these rows were sealed until now" if score.opened else "batch-agent score --open-sealed shows them"
-        yield f"the gold of {score.sealed:,} rows is sealed; {what}" if not score.opened else what
+        yield f"the gold of {_rows(score.sealed)} is sealed; {what}" if not score.opened else what
     yield from score.notes
     if score.by is not None:
         for value, fields in score.by.items():
@@ -86,7 +92,7 @@ def wrong_lines(wrong: Sequence[WrongRow]) -> Iterator[str]:
         yield "no row is wrong"
         return
     certain = any(row.doubt is not None for row in wrong)
-    yield f"{len(wrong):,} wrong rows" + (
+    yield f"{len(wrong):,} wrong {'row' if len(wrong) == 1 else 'rows'}" + (
         ", the most certain answers first: look at the gold of these" if certain else ""
     )
     for row in wrong:
@@ -96,6 +102,10 @@ def wrong_lines(wrong: Sequence[WrongRow]) -> Iterator[str]:
             for name, (gold, answer) in row.fields.items()
         ]
         yield f"  {row.name}  {'; '.join(said)}{doubt}{f'  ({row.error})' if row.error else ''}"
+
+
+def _rows(count: int) -> str:
+    return f"{count:,} row" if count == 1 else f"{count:,} rows"
 
 
 def _beside(found: FieldScore) -> str:
@@ -108,7 +118,7 @@ def _beside(found: FieldScore) -> str:
 
 
 def _details(found: FieldScore) -> Iterator[str]:
-    if found.interval is not None and found.rows and not _is_exact(found.interval):
+    if found.interval is not None and found.rows and not _is_counted(found.accuracy, found.interval):
         yield f"interval {_interval(found.interval)}"
     if found.errors is not None:
         middle, mean, bias = found.errors.median, found.errors.mean, found.errors.bias
@@ -160,13 +170,13 @@ def shown(value: object) -> str:
 def _share(share: Estimate) -> str:
     if share.value is None:
         return "-"
-    exact = share.interval is None or share.at_least is None or _is_exact(share.interval)
-    return _value(share.value) + ("" if exact or share.at_least is None else f" (at least {_down(share.at_least)})")
+    counted = _is_counted(share.value, share.interval)
+    return _value(share.value) + ("" if counted or share.at_least is None else f" (at least {_down(share.at_least)})")
 
 
-def _is_exact(interval: Interval) -> bool:
-    """Return whether the share is counted, and not estimated."""
-    return interval.low == interval.high
+def _is_counted(value: float | None, interval: Interval | None) -> bool:
+    """Return whether a share is that of all rows, and not estimated."""
+    return interval is not None and interval.low == interval.high == value
 
 
 def _interval(interval: Interval) -> str:
