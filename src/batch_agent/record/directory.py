@@ -232,14 +232,21 @@ class DirectoryStore(MemoryStore):
             # A worker of another process leaves when all rows have their results.
             if self._directory is None and not changes and outlay is not None and outlay.more is not None:
                 return ()
-            recorded = [self._renumbered(change) for change in changes]
+            directory, here = self._dir, worker in self._here
             if outlay is not None:
                 self._outlay = self._counted(outlay if outlay.more is None else self._outlay, outlay.learnt)
-            ended = [change for change in changes if change.result is not None]
-            self._journal.commit([step for steps in recorded for step in steps], self._progress(ended))
+            recorded: list[tuple[KeptStep, ...]] = []
+            steps: list[KeptStep] = []
+            ended: list[RowChange] = []
+            for change in changes:
+                recorded.append(change.steps if here else self._renumbered(change))
+                steps += recorded[-1]
+                if change.result is not None:
+                    ended.append(change)
+            directory.journal.commit(steps, self._progress(ended))
             if ended:
-                self._dir.schema = self.schema
-                self._dir.write([self._written(change) for change in ended])
+                directory.schema = self.schema
+                directory.write([self._written(change) for change in ended])
             for change in ended:
                 self._agents.pop(change.lease.place, None)
             return recorded
@@ -254,9 +261,7 @@ class DirectoryStore(MemoryStore):
         return decode_result(result, change.lease.index, None, resumed=change.resumed)[0]
 
     def _renumbered(self, change: RowChange) -> tuple[KeptStep, ...]:
-        """Return the steps of a row with numbers of this journal for the agents of another process."""
-        if not any(step.agent >> NUMBERS for step in change.steps):
-            return change.steps
+        """Return the steps of another process with numbers of this journal for their agents."""
         steps = []
         for step in change.steps:
             if step.agent >> NUMBERS:  # else the step continues an agent that has its number
@@ -280,12 +285,15 @@ class DirectoryStore(MemoryStore):
 
     def _progress(self, ended: Sequence[RowChange] = ()) -> RunProgress:
         outlay, others = self._outlay, self._done_elsewhere
-        failed = sum(1 for change in ended if change.error)
+        failed = resumed = 0
+        for change in ended:
+            failed += bool(change.error)
+            resumed += change.resumed
         cost = outlay.cost if not others.cost else (outlay.cost or 0.0) + others.cost / DOLLAR
         return RunProgress(
             self._ok + len(ended) - failed,
             self._failed + failed,
-            self._resumed + sum([change.resumed for change in ended]),
+            self._resumed + resumed,
             outlay.tokens + others.tokens,
             cost,
             outlay.advance,

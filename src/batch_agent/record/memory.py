@@ -254,7 +254,7 @@ class MemoryStore:
             results = self._results
             while results and int(results[0].position) <= position:
                 results.popleft()
-            return [results[place] for place in range(min(most, len(results)))]
+            return [*islice(results, most)]
 
     def set_phase(self, session: int, phase: Phase) -> None:
         with self._lock:
@@ -361,7 +361,7 @@ class MemoryStore:
         lease = RowLease(new.key.hex(), f"{self._opening}-{queued.order}", self._token, new.index)
         queued.lease, queued.worker = lease, worker
         self._held[lease.place] = queued
-        self._extend([queued], self._end_of(worker))
+        self._extend((queued,), worker)
         resuming = self._resuming
         more, checks = self._keeps_past(), not resuming.force
         if queued.agents:  # the row is taken over
@@ -381,23 +381,24 @@ class MemoryStore:
             queued.lease = None
             heappush(self._returned, queued.order)
 
-    def _end_of(self, worker: int) -> float:
-        """Return when a lease ends that this worker gets or renews now."""
-        return inf if worker in self._here else self._clock() + self._lease_seconds
-
-    def _extend(self, rows: Iterable[WaitingRow], until: float) -> None:
+    def _extend(self, rows: Iterable[WaitingRow], worker: int) -> None:
+        """Let the leases of these rows begin now. Those of a worker in this process end when it leaves."""
+        until = inf if worker in self._here else self._clock() + self._lease_seconds
         for queued in rows:
-            queued.until = until
-        self._first_end = min(self._first_end, until)
+            if queued.worker == worker:  # else another worker has taken it meanwhile
+                queued.until = until
+        if until < self._first_end:
+            self._first_end = until
 
     def _end_leases(self) -> None:
+        """End the leases whose time is over. While a commit is being written, its worker keeps its rows."""
         if self._first_end == inf or (now := self._clock()) < self._first_end:
             return
-        expired = [row for row in self._held.values() if row.until <= now]
-        self._first_end = min((row.until for row in self._held.values() if row.until > now), default=inf)
+        expired = [row for row in self._held.values() if row.until <= now and row.worker not in self._committing]
+        for queued in expired:
+            self._release(queued)
+        self._first_end = min((row.until for row in self._held.values()), default=inf)
         if expired:
-            for queued in expired:
-                self._release(queued)
             self._changed()  # also for a feeder that waits until no row is leased
 
     def _holder(self, worker: int, lease: RowLease) -> WaitingRow | None:
@@ -415,13 +416,17 @@ class MemoryStore:
                 if queued is None:
                     lost.add(lease.place)
                 else:
-                    self._extend([queued], self._end_of(worker))
+                    self._extend((queued,), worker)
             return lost, self.standing()
 
     def commit(self, worker: int, number: int, changes: Sequence[RowChange], outlay: Outlay | None = None) -> set[str]:
+        held: list[WaitingRow] = []
+        valid: list[RowChange] = []
+        lost: set[str] = set()
         with self._lock:
             # A worker that lost the connection repeats its commit, even while the first one is being written.
-            self._rows_changed.wait_for(lambda: worker not in self._committing)
+            while worker in self._committing:
+                self._rows_changed.wait()
             latest = self._commits.get(worker)
             if latest is not None and latest[0] == number:
                 return latest[1]
@@ -431,18 +436,21 @@ class MemoryStore:
                 if outlay.more.events and self._observed:
                     self._event_position += 1
                     self._events.append((self._event_position, outlay.more.events))
-            holders = [(change, self._holder(worker, change.lease)) for change in changes]
-            held = [queued for _, queued in holders if queued is not None]
-            self._extend(held, inf)  # while the changes are written, the rows stay with their holder
+            for change in changes:
+                queued = self._holder(worker, change.lease)
+                if queued is None:
+                    lost.add(change.lease.place)
+                else:
+                    held.append(queued)
+                    valid.append(change)
         recorded: Sequence[tuple[KeptStep, ...]] | None = None
         try:
-            valid = [change for change, queued in holders if queued is not None]
             recorded = self._record(worker, valid, outlay) if valid or outlay is not None else ()
         finally:
             with self._lock:
-                self._extend(held, self._end_of(worker))
+                self._extend(held, worker)
                 if recorded is not None:
-                    lost = self._apply(worker, holders, recorded)
+                    self._apply(worker, held, valid, recorded)
                     self._commits[worker] = number, lost
                 self._committing.discard(worker)
                 self._rows_changed.notify_all()
@@ -451,22 +459,21 @@ class MemoryStore:
     def _apply(
         self,
         worker: int,
-        holders: Sequence[tuple[RowChange, WaitingRow | None]],
+        held: Sequence[WaitingRow],
+        changes: Sequence[RowChange],
         recorded: Sequence[tuple[KeptStep, ...]],
-    ) -> set[str]:
-        """Apply a commit that is written to the queue. ``recorded`` are the steps of the rows that the worker holds.
-        Returns the places of the other rows."""
-        in_files, ended, lost, steps = self.writes and worker in self._here, False, set(), iter(recorded)
-        for change, queued in holders:
-            if queued is None:
-                lost.add(change.lease.place)
-                continue
-            written = next(steps)
+    ) -> None:
+        """Apply a commit that is written to the queue. ``recorded`` are the steps of each change as they were
+        written."""
+        in_files, ended = self.writes and worker in self._here, False
+        for queued, change, steps in zip(held, changes, recorded, strict=True):
             if change.result is None:
-                if in_files:  # few rows of this process are taken over
-                    queued.agents = (*dict.fromkeys((*queued.agents, *(step.agent for step in written))),)
-                else:
-                    queued.steps.extend(written)
+                if not in_files:
+                    queued.steps.extend(steps)
+                    continue
+                for step in steps:  # few rows of this process are taken over
+                    if step.agent not in queued.agents:
+                        queued.agents += (step.agent,)
                 continue
             ended = True
             self._position += 1
@@ -482,7 +489,6 @@ class MemoryStore:
             self._resumed += change.resumed
         if ended:
             self._changed()
-        return lost
 
     def hand_back(self, worker: int, leases: Sequence[RowLease]) -> None:
         with self._lock:
