@@ -16,7 +16,7 @@ from batch_agent.dispatch.spending import Spending
 from batch_agent.errors import StoreError
 from batch_agent.messages import Conversation, JsonObject, Message, Usage
 from batch_agent.record.memory import MemoryStore
-from batch_agent.record.store import WorkStore
+from batch_agent.record.store import Store, WorkStore
 from batch_agent.run.control import Controls
 from batch_agent.run.shared import Shared
 from batch_agent.run.sharing import Lending
@@ -34,6 +34,10 @@ class TableInMemory:
 
     def __init__(self) -> None:
         self.table_, self.away = Table(), False
+        self.instant, self.group = False, 1
+
+    def blocks(self, call: str) -> bool:
+        return True
 
     def beat(
         self,
@@ -88,7 +92,7 @@ def worker(store: TableInMemory, seconds: float = 15.0) -> tuple[Lending, Shared
     dispatcher = Dispatcher(cast(Any, backend), 8, servers={"backend": ServerState("backend")}, terms=Terms(8))
     spending = Spending(BatchSpec(inputs=["a"], task="{input}"), None, lambda _: None, lambda _: None)
     shared = SimpleNamespace(dispatchers={"backend": dispatcher}, spending=spending)
-    return Lending(cast(WorkStore, store), "me", seconds), cast(Shared, shared), dispatcher, backend
+    return Lending(Store(cast(WorkStore, store)), "me", seconds), cast(Shared, shared), dispatcher, backend
 
 
 async def until(condition: Any) -> None:
@@ -160,7 +164,7 @@ async def test_workers_whose_next_calls_fit_the_budget_only_alone_take_turns() -
         for name in ("1", "2", "3"):
             spec = BatchSpec(inputs=["a"], task="{input}", max_total_tokens=15_000)
             spending = Spending(spec, None, lambda _: None, lambda _: None)
-            lending = Lending(store, name)
+            lending = Lending(Store(store), name)
             spending.start(commit=lending.soon, shared=True)
             shared = cast(Shared, SimpleNamespace(dispatchers={}, spending=spending))
             at_work = lending.at_work(shared, cast(Controls, Steerable()), cast(Backend, ScriptedBackend([])))

@@ -25,7 +25,7 @@ from batch_agent.record.journal import (
     Trail,
 )
 from batch_agent.record.steps import Ended, Spent
-from batch_agent.record.store import Account, KeptStep, Outlay, RowChange, RowLease
+from batch_agent.record.store import Account, KeptStep, Outlay, RowChange, RowLease, Store
 from batch_agent.testing import virtual_clock
 
 
@@ -33,7 +33,7 @@ class Disk:
     """A store whose commits finish when they may. It remembers what came in which order."""
 
     def __init__(self, *, instant: bool = True) -> None:
-        self.instant = instant
+        self.instant, self.group = instant, 1
         self.commits: list[list[KeptStep]] = []
         self.numbers: list[int] = []
         self.ended: list[RowChange] = []
@@ -75,12 +75,14 @@ class Purse(Account):
 
 @asynccontextmanager
 async def journal(disk: Disk, **options: object) -> AsyncIterator[Journal]:
-    book = Journal(disk, 1, **options)  # type: ignore[arg-type]
+    store = Store(disk)  # type: ignore[arg-type]
+    book = Journal(store, 1, **options)  # type: ignore[arg-type]
     try:
         yield book
     finally:
         disk.may_commit.release(100)
         book.close()
+        store.end_threads()
 
 
 def lease(row: int = 0) -> RowLease:

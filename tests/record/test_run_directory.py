@@ -29,7 +29,7 @@ from batch_agent.record.lock import Lock, is_locked
 from batch_agent.record.reader import look
 from batch_agent.record.rundir import JOURNAL, LOCK, RunDir, _overwrite, read_run
 from batch_agent.record.sqlite import SqliteJournal
-from batch_agent.record.store import Resuming
+from batch_agent.record.store import Resuming, Store
 from batch_agent.run.recording import open_to_feed
 from batch_agent.spec import BatchSpec
 from batch_agent.testing import Fail, Request, Say, ScriptedBackend
@@ -327,8 +327,8 @@ async def test_a_run_cancelled_while_its_directory_is_opened_lets_go_of_it(tmp_p
             await asyncio.sleep(0)
         opening.cancel()
         [outcome] = await asyncio.gather(opening, return_exceptions=True)
-        if isinstance(outcome, DirectoryStore):
-            outcome.close()
+        if isinstance(outcome, Store):
+            await outcome.close()
         assert not is_locked(tmp_path / LOCK)
 
 

@@ -40,6 +40,11 @@ from batch_agent.share.table import BUDGET_COST, BUDGET_TOKENS, DOLLAR, Table
 
 logger = logging.getLogger("batch_agent")
 
+# Calls that read or write files.
+BLOCKING = frozenset(
+    {"facts", "open_feed", "feed", "write_facts", "close_feed", "spent", "claim", "job_lines", "add_job_lines"}
+    | {"close", "beat", "resign", "steer"}
+)
 OpenJournal = Callable[..., SqliteJournal]
 KEEPS = (
     'on_change="keep" (--keep-answers): rows of %s keep the answers they have, even if the task, model, schema, tools '
@@ -72,6 +77,10 @@ class DirectoryStore(MemoryStore):
         self._in_table: Collection[str] = ()  # budgets that several workers share: what is spent of them
         self._numbers = count(1)  # of agents in the journal
         self._agents: dict[str, dict[int, int]] = {}  # by place: numbers of the agents of other processes
+
+    def blocks(self, call: str) -> bool:
+        reads = call in BLOCKING and (call != "feed" or self._has_past)
+        return reads or super().blocks(call)
 
     def open(self, resuming: Resuming) -> None:
         with self._disk:

@@ -3,7 +3,7 @@
 
 Group commit: while one commit is being written, all new records are collected for the next one. A commit costs about
 the same for one record and for a thousand, so the disk does not limit how many agents run. All bookkeeping is on the
-event loop's thread. The store is used in its own thread, one operation at a time and in order. A store in memory is
+event loop's thread. Commits are written in a thread of the store, one at a time and in order. A store in memory is
 called at once: there is nothing to wait for.
 
 A slow disk, or a file locked by another process, is waited for. Meanwhile no request should be sent, because its answer
@@ -15,11 +15,11 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 from zlib import crc32
 
 import orjson
@@ -32,7 +32,7 @@ from batch_agent.messages import Message, content_shown
 from batch_agent.record.codec import encode
 from batch_agent.record.keys import shape_fields
 from batch_agent.record.steps import Failed, Past, Restarted, Spent, Step
-from batch_agent.record.store import Account, Identity, Increment, KeptStep, Outlay, RowChange, RowLease, WorkStore
+from batch_agent.record.store import Account, Identity, Increment, KeptStep, Outlay, RowChange, RowLease, Store
 from batch_agent.value_type import value_type
 
 # Digests of requests. They tell whether a resumed agent sends the same request that was recorded.
@@ -260,8 +260,6 @@ class Trail:
             await self._journal.durable(self._commit)
 
 
-T = TypeVar("T")
-
 GATHERING = 0.006  # seconds that a commit waits for more records: little beside a model call, a third of the commits
 # A commit to another process wakes both, so it waits longer while the commits before it had MANY records.
 GATHERING_FAR, MANY = 0.024, 16
@@ -281,7 +279,7 @@ class Journal:
 
     def __init__(
         self,
-        store: WorkStore,
+        store: Store,
         worker: int,
         *,
         in_memory: bool = False,
@@ -296,8 +294,7 @@ class Journal:
         self._store, self._worker, self.in_memory = store, worker, in_memory
         self._encoded, self._on_committed = encoded, on_committed
         self._loop = asyncio.get_running_loop()
-        self._thread = None if in_memory else ThreadPoolExecutor(1, thread_name_prefix="batch-agent-journal")
-        self._numbers = store.agent_numbers(worker)
+        self._numbers = store.blocking.agent_numbers(worker)
         self._account, self._more = Account() if account is None else account, more
         self._on_backlog, self._on_overdue, self._on_failed = on_backlog, on_overdue, on_failed
         self._alarm: asyncio.TimerHandle | None = None
@@ -342,7 +339,7 @@ class Journal:
             self._gathering += 1
             error = "" if result.error is None else result.error.type
             change = RowChange(lease, (), result, error, result.resumed)
-            lost = self._store.commit(self._worker, self._gathering, (change,))
+            lost = self._store.blocking.commit(self._worker, self._gathering, (change,))
             self._on_committed(lost, (lease,))
             return 0
         self._results.append((lease, result))
@@ -388,22 +385,16 @@ class Journal:
         if failure is None and not self.in_memory:
             tokens, cost = self._account.so_far()
             outlay = Outlay(tokens, cost, None, self._account.learnt(), self._more and self._more())
-            number = self._gathering
-            last = self.in_thread(lambda: self._store.commit(self._worker, number, (), outlay))
-            failure = await to_its_end(last)
+            last = partial(self._store.blocking.commit, self._worker, self._gathering, (), outlay)
+            failure = await to_its_end(self._loop.run_in_executor(self._store.commits, last))
         if failure is not None and not isinstance(failure, StoreError):
             failure = StoreError(f"the run cannot be recorded: {failure!r}")
         return failure
 
     def close(self) -> None:
-        """Release the thread. Nothing may be recorded any more."""
-        if self._thread is not None:
+        """Refuse everything from now on."""
+        if not self.in_memory:
             self._failure = self._failure or StoreError("the record of the run is closed")
-            self._thread.shutdown(wait=False)
-
-    def in_thread(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """Run ``function`` in the journal's thread, between two commits."""
-        return self._loop.run_in_executor(self._thread, function)
 
     @property
     def _is_wanted(self) -> bool:
@@ -432,7 +423,8 @@ class Journal:
         outlay = Outlay(*self._account.so_far(), advance, self._account.learnt(), self._more and self._more())
         self._committing = [row for row, _ in results]
         self._alarm = self._loop.call_later(OVERDUE, self._set_overdue, True)
-        self.in_thread(lambda: self._write(number, entries, results, outlay)).add_done_callback(self._committed)
+        write = partial(self._write, number, entries, results, outlay)
+        self._loop.run_in_executor(self._store.commits, write).add_done_callback(self._committed)
 
     def _write(
         self,
@@ -456,7 +448,7 @@ class Journal:
             _, own = steps.pop((lease.place, lease.token), (lease, []))
             changes.append(RowChange(lease, tuple(own), self._encoded(result), error, result.resumed))
         changes += [RowChange(lease, tuple(own)) for lease, own in steps.values()]
-        return self._store.commit(self._worker, number, changes, outlay)
+        return self._store.blocking.commit(self._worker, number, changes, outlay)
 
     def _committed(self, commit: asyncio.Future[set[str]]) -> None:
         number = self._gathering - 1

@@ -128,6 +128,9 @@ class MemoryStore:
         self._followed: dict[str, float] = {}  # row that a viewer follows → until when
         self._reported: dict[str, tuple[JsonObject, float]] = {}  # its conversation, and until when it is shown
 
+    def blocks(self, call: str) -> bool:
+        return call == "wait_calls"
+
     # What a store with files does in addition
 
     def _begin(self, facts: JsonObject, resuming: Resuming) -> JsonObject | None:

@@ -317,6 +317,9 @@ class ServedStore:
             raise (SpecError if kind == "SpecError" else StoreError)(str(value))
         return value
 
+    def blocks(self, call: str) -> bool:
+        return True
+
     def claim(self, lease: RowLease, wanted: Sequence[Identity]) -> Any:
         return self._call("claim", lease, [Identity(each.key, each.row) for each in wanted])
 

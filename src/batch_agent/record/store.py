@@ -11,14 +11,20 @@ All times are by the store's clock: no call carries a worker's clock. ``share.ta
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from functools import partial
+from typing import Literal, ParamSpec, Protocol, TypeVar, cast
 
-from batch_agent.errors import StoreError
+from batch_agent.errors import BatchAgentError, StoreError
 from batch_agent.messages import JsonObject
 from batch_agent.share.table import Allotment, Claim, Learnt, Steering, Table
 from batch_agent.value_type import value_type
+
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
 @value_type
@@ -295,12 +301,15 @@ class SharedCall:
 class WorkStore(Protocol):
     """The record of one run, as its workers use it.
 
-    ``instant``: the store is in this process. Its queue is in memory, so every call but ``commit`` and ``claim``
-    returns at once. ``group``: rows that a worker takes per call.
+    ``instant``: the store is in this process, with its queue in memory. ``group``: rows that a worker takes per call.
     """
 
     instant: bool
     group: int
+
+    def blocks(self, call: str) -> bool:
+        """Return whether this call may block now: it reads or writes files, or another process answers it."""
+        ...
 
     def facts(self) -> JsonObject | None:
         """Return the content of ``run.json``, with what workers need; None if there is no run."""
@@ -430,8 +439,7 @@ class WorkStore(Protocol):
 
 
 class RunStore(WorkStore, Protocol):
-    """The record of one run, as its feeder uses it. Of these calls, ``open``, ``open_feed``, ``feed``, ``write_facts``,
-    ``close_feed`` and ``spent`` of an ``instant`` store may block."""
+    """The record of one run, as its feeder uses it."""
 
     def stage(self, name: str) -> RunStore: ...
 
@@ -491,3 +499,158 @@ class RunStore(WorkStore, Protocol):
         """Return what all earlier sessions have spent. A session that did not return its advance counts as having spent
         all of it. ``learnt`` is that of the latest, if the store keeps the ledger of a run with one worker."""
         ...
+
+
+THREADS = {"worker": 2, "feeder": 5, "shares": 8}  # most concurrent calls that block, by who makes them
+
+
+class Store:
+    """The record of a run as the run uses it: each call returns a future, and none blocks the event loop. The threads
+    of calls that block belong to the store; the answers of other calls are there at once. A call that has begun is made
+    to its end, even if its future is cancelled. ``blocking`` is the store whose calls these are, ``fed`` the same
+    in the process that feeds the run. ``commits`` is the thread in which commits are made, one at a time."""
+
+    def __init__(self, blocking: WorkStore) -> None:
+        self.blocking, self.instant, self.group = blocking, blocking.instant, blocking.group
+        self.fed = cast(RunStore, blocking)
+        self.commits = ThreadPoolExecutor(1, thread_name_prefix="batch-agent-commits")
+        self._threads: dict[str, ThreadPoolExecutor] = {}
+
+    def _call(self, who: str, function: Callable[P, T], *given: P.args, **named: P.kwargs) -> asyncio.Future[T]:
+        loop = asyncio.get_running_loop()
+        if self.blocking.blocks(getattr(function, "__name__", "")):
+            return loop.run_in_executor(self._pool(who), partial(function, *given, **named))
+        answer: asyncio.Future[T] = loop.create_future()
+        try:
+            answer.set_result(function(*given, **named))
+        except BatchAgentError as error:
+            answer.set_exception(error)
+        return answer
+
+    def _pool(self, who: str) -> ThreadPoolExecutor:
+        pool = self._threads.get(who)
+        if pool is None:
+            pool = self._threads[who] = ThreadPoolExecutor(THREADS[who], thread_name_prefix=f"batch-agent-{who}")
+        return pool
+
+    def stage(self, name: str) -> Store:
+        return Store(self.blocking.stage(name))
+
+    def listen(self, changed: Callable[[], None], *, results: bool = False) -> None:
+        self.blocking.listen(changed, results=results)
+
+    def close(self) -> asyncio.Future[None]:
+        """Close the record, and end the threads."""
+        closing = self._call("feeder", self.blocking.close)
+        self.end_threads()
+        return closing
+
+    def end_threads(self) -> None:
+        """End the threads after the calls that have begun. No other call may follow."""
+        for pool in (self.commits, *self._threads.values()):
+            pool.shutdown(wait=False)
+
+    # Of a worker
+
+    def facts(self) -> asyncio.Future[JsonObject | None]:
+        return self._call("worker", self.blocking.facts)
+
+    def standing(self) -> asyncio.Future[RunStanding]:
+        return self._call("worker", self.blocking.standing)
+
+    def join(self, description: JsonObject) -> asyncio.Future[int]:
+        return self._call("worker", self.blocking.join, description)
+
+    def take(self, worker: int, most: int, wait: float) -> asyncio.Future[list[LeasedRow]]:
+        return self._call("worker", self.blocking.take, worker, most, wait)
+
+    def claim(self, lease: RowLease, wanted: Sequence[Identity]) -> asyncio.Future[list[tuple[KeptStep, ...]]]:
+        return self._call("worker", self.blocking.claim, lease, wanted)
+
+    def renew(self, worker: int, leases: Sequence[RowLease]) -> asyncio.Future[tuple[set[str], RunStanding]]:
+        return self._call("worker", self.blocking.renew, worker, leases)
+
+    def hand_back(self, worker: int, leases: Sequence[RowLease]) -> asyncio.Future[None]:
+        return self._call("worker", self.blocking.hand_back, worker, leases)
+
+    def leave(self, worker: int) -> asyncio.Future[None]:
+        return self._call("worker", self.blocking.leave, worker)
+
+    # Of what workers share
+
+    def beat(
+        self,
+        member: str,
+        seconds: float,
+        claims: Mapping[str, Claim],
+        learnt: Mapping[str, Learnt],
+        status: JsonObject,
+    ) -> asyncio.Future[Allotment]:
+        return self._call("shares", self.blocking.beat, member, seconds, claims, learnt, status)
+
+    def resign(self, member: str) -> asyncio.Future[None]:
+        return self._call("shares", self.blocking.resign, member)
+
+    def table(self) -> asyncio.Future[tuple[Table, float]]:
+        return self._call("shares", self.blocking.table)
+
+    def steer(self, request: JsonObject) -> asyncio.Future[Steering]:
+        return self._call("shares", self.blocking.steer, request)
+
+    def begin_call(self, member: str, key: str, token: str, seen: str) -> asyncio.Future[SharedCall]:
+        return self._call("shares", self.blocking.begin_call, member, key, token, seen)
+
+    def end_call(self, key: str, token: str, text: str | None, ok: bool, keep: float) -> asyncio.Future[None]:
+        return self._call("shares", self.blocking.end_call, key, token, text, ok, keep)
+
+    def wait_calls(self, position: str, seconds: float) -> asyncio.Future[tuple[str, set[str]]]:
+        return self._call("shares", self.blocking.wait_calls, position, seconds)
+
+    def put_file(self, name: str, text: str) -> asyncio.Future[None]:
+        return self._call("shares", self.blocking.put_file, name, text)
+
+    def outlasts(self) -> asyncio.Future[bool]:
+        return self._call("shares", self.blocking.outlasts)
+
+    def followed_rows(self) -> asyncio.Future[list[str]]:
+        return self._call("shares", self.blocking.followed_rows)
+
+    def report_rows(self, rows: Mapping[str, JsonObject]) -> asyncio.Future[None]:
+        return self._call("shares", self.blocking.report_rows, rows)
+
+    # Of the feeder
+
+    def open_feed(
+        self, facts: JsonObject, resuming: Resuming, *, keep_results_only: bool = False
+    ) -> asyncio.Future[FeederSession]:
+        return self._call("feeder", self.fed.open_feed, facts, resuming, keep_results_only=keep_results_only)
+
+    def keep_feed(self, session: int) -> asyncio.Future[RunStanding]:
+        return self._call("feeder", self.fed.keep_feed, session)
+
+    def write_facts(self, session: int, facts: JsonObject) -> asyncio.Future[None]:
+        return self._call("feeder", self.fed.write_facts, session, facts)
+
+    def feed(self, session: int, rows: Sequence[NewRow]) -> asyncio.Future[list[object]]:
+        return self._call("feeder", self.fed.feed, session, rows)
+
+    def end_inputs(self, session: int) -> asyncio.Future[None]:
+        return self._call("feeder", self.fed.end_inputs, session)
+
+    def results(self, session: int, after: str, most: int, wait: float) -> asyncio.Future[list[SharedResult]]:
+        return self._call("feeder", self.fed.results, session, after, most, wait)
+
+    def set_phase(self, session: int, phase: Phase) -> asyncio.Future[None]:
+        return self._call("feeder", self.fed.set_phase, session, phase)
+
+    def close_feed(self, session: int, facts: JsonObject, phase: Phase) -> asyncio.Future[None]:
+        return self._call("feeder", self.fed.close_feed, session, facts, phase)
+
+    def worked(self) -> asyncio.Future[Mapping[str, float]]:
+        return self._call("feeder", self.fed.worked)
+
+    def events(self, session: int, after: str, most: int) -> asyncio.Future[list[tuple[str, bytes]]]:
+        return self._call("feeder", self.fed.events, session, after, most)
+
+    def spent(self) -> asyncio.Future[Outlay]:
+        return self._call("feeder", self.fed.spent)

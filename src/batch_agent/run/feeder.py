@@ -11,11 +11,10 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, cast
 
 from pydantic import JsonValue
 
@@ -41,8 +40,8 @@ from batch_agent.record.store import (
     NewRow,
     Resuming,
     RunStanding,
-    RunStore,
     SharedResult,
+    Store,
 )
 from batch_agent.run.delivery import Delivery
 from batch_agent.run.rows import READERS, Rows, UniqueIds, compile_all, unplaced
@@ -52,7 +51,6 @@ if TYPE_CHECKING:
     from batch_agent.run.pilot import Pilot
     from batch_agent.run.scoring import RunScoring
 
-T = TypeVar("T")
 logger = logging.getLogger("batch_agent")
 
 WINDOW, WINDOW_HERE = 4096, 1024  # most unstarted rows in the queue of several workers; if it is in this process
@@ -61,7 +59,6 @@ AHEAD = 16  # rows of a list or a file that are compiled at once
 IDLE = 0.1  # seconds between two checks of a full queue
 WAIT = 1.0  # seconds that a call waits for results
 COUNTED = 1.0  # seconds between two looks at what worker processes have done
-CALLS = 5  # most concurrent calls of the store
 
 
 class Feeder:
@@ -71,7 +68,7 @@ class Feeder:
 
     def __init__(
         self,
-        store: RunStore,
+        store: Store,
         rows: Rows,
         plan: Plan,
         *,
@@ -88,8 +85,6 @@ class Feeder:
         self._run, self._emit, self._clock = run, emit, clock
         self._delivery, self._traces, self._originals, self._row_schema = delivery, traces, originals, row_schema
         self._schema: OutputSchema[object] | None = None
-        self._threads = ThreadPoolExecutor(CALLS, thread_name_prefix="batch-agent-feeder")
-        self._loop = asyncio.get_running_loop()
         self.facts: JsonObject = {}
         self.keys = Keys(b"")
         self.alone = store.instant
@@ -102,7 +97,7 @@ class Feeder:
         self.tasks: asyncio.TaskGroup | None = None  # set while the run works
         self._keeping: list[asyncio.Task[None]] = []
         self._refilling: asyncio.Task[bool] | None = None  # reads inputs that must be waited for
-        self._shared = self._loop.create_future()  # done when the run has several workers
+        self._shared = asyncio.get_running_loop().create_future()  # done when the run has several workers
         self.failure: Exception | None = None  # the error that reading the inputs raised
         self.fed = False  # every input was read and fed
         self.read = 0  # inputs that were read
@@ -137,7 +132,7 @@ class Feeder:
         """Begin a session of the run in its record."""
         self.keys, self._schema = keys, schema
         store = self.store
-        previous = await self.run(store.facts) or {}
+        previous = await store.facts() or {}
         # Answers that were kept by force stay valid until the spec changes again, or on_change="resend" drops them.
         changed = previous.get("fingerprint") not in (None, facts["fingerprint"])
         kept = bool(previous.get("forced")) and not changed
@@ -153,10 +148,10 @@ class Feeder:
         self._keep_keys(previous)
         resuming = replace(resuming, force=forced, drop=resuming.drop and (changed or kept))
         only_results = keep == "results"
-        self._session = await self.run(partial(store.open_feed, self.facts, resuming, keep_results_only=only_results))
+        self._session = await store.open_feed(self.facts, resuming, keep_results_only=only_results)
         self._position = self._session.position
         self._had_past = bool(self._session.previous)
-        self._identifies = type(store) is not MemoryStore  # rows without a record need no identity
+        self._identifies = type(store.blocking) is not MemoryStore  # rows without a record need no identity
         store.listen(on_this_loop(self._news.set), results=True)
 
     def _keep_keys(self, previous: JsonObject) -> None:
@@ -191,14 +186,6 @@ class Feeder:
         assert self._session is not None, "begin() is called before rows are fed"
         return self._session.number
 
-    def run(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """Run a call of the store that may block in a thread."""
-        return self._loop.run_in_executor(self._threads, function)
-
-    async def _call(self, function: Callable[[], T]) -> T:
-        """Return the answer of a store in this process at once, else from a thread."""
-        return function() if self.store.instant else await self.run(function)
-
     def set_trouble(self, trouble: str | None, since: float, degraded: str = "") -> None:
         """Record what currently blocks the run, and since when, for readers outside. ``degraded``: words about servers
         that are down while others work."""
@@ -216,7 +203,7 @@ class Feeder:
 
     def _write_facts(self) -> None:
         facts = dict(self.facts)
-        self._telling = self.run(partial(self.store.write_facts, self.session, facts))
+        self._telling = self.store.write_facts(self.session, facts)
         self._telling.add_done_callback(partial(self._facts_written, facts))
 
     def _facts_written(self, facts: JsonObject, written: asyncio.Future[None]) -> None:
@@ -256,8 +243,7 @@ class Feeder:
             if self.pilot is not None:  # its rows may have been chosen after the session began
                 self.facts["pilot"] = self.pilot.to_json()
             last = {**self.facts, **facts, "rows": rows}
-            failure = await to_its_end(self.run(partial(self.store.close_feed, self.session, last, "ended")))
-        self._threads.shutdown(wait=False)
+            failure = await to_its_end(self.store.close_feed(self.session, last, "ended"))
         return failure
 
     # Inputs
@@ -277,12 +263,14 @@ class Feeder:
             return None
         if total is None:
             return self._rows.waiting
-        return max(0, total - self.read + (self.store.unstarted if isinstance(self.store, MemoryStore) else 0))
+        store = self.store.blocking
+        return max(0, total - self.read + (store.unstarted if isinstance(store, MemoryStore) else 0))
 
     @property
     def made(self) -> int:
         """Number of rows that the stage before has made and that no worker has taken."""
-        queued = self.store.unstarted if isinstance(self.store, MemoryStore) else self._queued
+        store = self.store.blocking
+        queued = store.unstarted if isinstance(store, MemoryStore) else self._queued
         return queued + (self._rows.waiting or 0)
 
     async def refill(self) -> bool:
@@ -326,7 +314,7 @@ class Feeder:
         return True
 
     async def _end_inputs(self) -> None:
-        await self._call(partial(self.store.end_inputs, self.session))
+        await self.store.end_inputs(self.session)
         self.fed = True
         if self.outstanding <= 0:  # else a result sets it
             self._news.set()
@@ -348,10 +336,7 @@ class Feeder:
             else:
                 new.append(NewRow(job.index, b"", b"", bare, job))
         self.outstanding += len(new)
-        if self._had_past:
-            await self.run(partial(self.store.feed, self.session, new))
-        else:
-            self.store.feed(self.session, new)
+        await self.store.feed(self.session, new)
 
     async def _send(self, first: int, values: Sequence[object]) -> None:
         """Feed rows to a store outside this process, as JSON."""
@@ -370,7 +355,7 @@ class Feeder:
                 self._emit(JobStarted(self._clock(), self._run, index, name))
                 self.outstanding += 1
                 self._finish(self._with_input(Failure(index, name, shown, False, None, AgentError.of(error))))
-        answers = await self.run(partial(self.store.feed, self.session, [row for row, _ in new]))
+        answers = await self.store.feed(self.session, [row for row, _ in new])
         self.outstanding += len(answers)
         self._news.set()
         for (row, job_id), answer in zip(new, answers, strict=True):
@@ -418,7 +403,7 @@ class Feeder:
         return False
 
     async def standing(self) -> RunStanding:
-        standing = await self._call(partial(self.store.keep_feed, self.session))
+        standing = await self.store.keep_feed(self.session)
         self._queued = standing.counts.unstarted
         return standing
 
@@ -432,7 +417,7 @@ class Feeder:
             self._shared.set_result(None)
         if "spec" not in self.facts:
             self.facts |= facts()
-            await self.run(partial(self.store.write_facts, self.session, dict(self.facts)))
+            await self.store.write_facts(self.session, dict(self.facts))
         if self.tasks is not None:
             self._keeping += (self.tasks.create_task(self._keep(lease)), self.tasks.create_task(self._keep_counting()))
             if has_rows:
@@ -457,7 +442,7 @@ class Feeder:
 
     async def dismiss(self) -> None:
         """Let workers leave when their rows are done, and take no more."""
-        await self.run(partial(self.store.set_phase, self.session, "draining"))
+        await self.store.set_phase(self.session, "draining")
         self._draining = True
 
     async def _keep(self, lease: float) -> None:
@@ -487,9 +472,9 @@ class Feeder:
         if self.alone or self._session is None:
             return
         metrics, agents = self._emit.metrics, Counter[str]()
-        metrics.elsewhere = await self.run(self.store.worked)
+        metrics.elsewhere = await self.store.worked()
         if self.is_outermost:
-            table, now = await self.run(self.store.table)
+            table, now = await self.store.table()
             for member in table.live(now).values():
                 if not member.status.get("feeder"):  # else it is this process
                     agents.update(cast("dict[str, int]", member.status.get("agents") or {}))
@@ -500,7 +485,7 @@ class Feeder:
         if self.alone or self._session is None or not self.facts.get(OBSERVED):
             return
         async with self._hearing:
-            while sent := await self._call(partial(self.store.events, self.session, self._heard, AT_ONCE)):
+            while sent := await self.store.events(self.session, self._heard, AT_ONCE):
                 for self._heard, lines in sent:  # the next call deletes them
                     for event in read_events(lines, self._run):
                         self._pass_event(event)
@@ -515,7 +500,7 @@ class Feeder:
 
     async def _notice_workers(self) -> None:
         """Say how to start a worker while a run that needs one has none."""
-        table, now = await self.run(self.store.table)
+        table, now = await self.store.table()
         has_workers = len(table.live(now)) > 1  # this process is a member too
         if has_workers == self._had_workers:
             return
@@ -555,7 +540,7 @@ class Feeder:
         if self.store.instant:
             self._news.clear()
             wait = 0.0
-        found = await self._call(partial(self.store.results, self.session, self._position, AT_ONCE, wait))
+        found = await self.store.results(self.session, self._position, AT_ONCE, wait)
         if found:
             await self.pass_events()  # those of a row are recorded with its result, or before it
         self._deliver(found)
@@ -580,8 +565,11 @@ class Feeder:
 
     def deliver_recorded(self, *, callback: bool = True) -> None:
         """Deliver what is recorded in a store in this process, at the end of a run."""
-        while found := self.store.results(self.session, self._position, AT_ONCE, 0.0) if self.store.instant else ():
+        while found := self._recorded_now() if self.store.instant else ():
             self._deliver(found, callback=callback)
+
+    def _recorded_now(self) -> Sequence[SharedResult]:
+        return self.store.results(self.session, self._position, AT_ONCE, 0.0).result()
 
     def finish_unrecorded(self, result: AgentResult[object], deliver: Callable[[AgentResult[object]], None]) -> None:
         """End a row of the worker in this process that was interrupted: it is not recorded."""

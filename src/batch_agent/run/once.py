@@ -7,13 +7,12 @@ not poll. Once per second they ask again, because the worker that runs the call 
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
 from batch_agent.backends.base import Found
 from batch_agent.dispatch.cancellation import shielded
 from batch_agent.errors import StoreError
-from batch_agent.record.store import SharedCall, WorkStore
+from batch_agent.record.store import SharedCall, Store
 
 LOOK_AGAIN = 1.0  # seconds
 MOST_KEPT = 24 * 3600.0  # seconds
@@ -22,8 +21,8 @@ MOST_KEPT = 24 * 3600.0  # seconds
 class SharedOnce:
     """``worker`` is the name under which this process is a member of the run."""
 
-    def __init__(self, store: WorkStore, worker: str, threads: ThreadPoolExecutor) -> None:
-        self._store, self._worker, self._threads = store, worker, threads
+    def __init__(self, store: Store, worker: str) -> None:
+        self._store, self._worker = store, worker
         self._numbers = count()
         self._waiting: dict[str, asyncio.Future[None]] = {}  # by key, until the call ends or a second has passed
         self._listener: asyncio.Task[None] | None = None
@@ -43,9 +42,7 @@ class SharedOnce:
     def end(self, key: str, token: str, found: Found | None, keep: float) -> None:
         text, ok = (None, False) if found is None else (found.text, found.ok)
         kept = min(keep, MOST_KEPT)
-        write = asyncio.get_running_loop().run_in_executor(
-            self._threads, self._store.end_call, key, token, text, ok, kept
-        )
+        write = self._store.end_call(key, token, text, ok, kept)
         self._writes.add(write)
         write.add_done_callback(self._written)
 
@@ -58,9 +55,7 @@ class SharedOnce:
             await asyncio.wait(list(self._writes))
 
     async def _ask(self, key: str, token: str, seen: str) -> SharedCall:
-        asking = asyncio.get_running_loop().run_in_executor(
-            self._threads, self._store.begin_call, self._worker, key, token, seen
-        )
+        asking = self._store.begin_call(self._worker, key, token, seen)
         try:
             return await asyncio.shield(asking)
         except asyncio.CancelledError:
@@ -88,9 +83,8 @@ class SharedOnce:
     async def _listen(self, position: str) -> None:
         loop, asked_at = asyncio.get_running_loop(), asyncio.get_running_loop().time()
         while self._waiting:
-            reading = loop.run_in_executor(self._threads, self._store.wait_calls, position, LOOK_AGAIN)
             try:
-                position, ended = await shielded(reading)
+                position, ended = await shielded(self._store.wait_calls(position, LOOK_AGAIN))
             except StoreError as error:
                 for key in tuple(self._waiting):
                     self._wake(key, error)

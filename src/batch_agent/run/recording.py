@@ -33,7 +33,7 @@ from batch_agent.record.memory import MemoryStore
 from batch_agent.record.redis.store import ANNOUNCED, RedisRunStore
 from batch_agent.record.row_json import encode_result, encode_row
 from batch_agent.record.rundir import OPTIONS, REVIEWED, SCHEMA, State
-from batch_agent.record.store import OBSERVED, Account, Increment, Resuming, RunStore, WorkStore
+from batch_agent.record.store import OBSERVED, Account, Increment, Resuming, RunStore, Store
 from batch_agent.run.changes import Changes, OnChange, options_of
 from batch_agent.run.control import Inside
 from batch_agent.run.spec_json import pieces, schema_json, spec_json
@@ -78,30 +78,30 @@ async def open_to_feed(
     spec: BatchSpec,
     resuming: Resuming,
     open_record: Callable[[BatchSpec], RunStore],
-    outer: RunStore | None,
+    outer: Store | None,
     stage: str,
-) -> RunStore:
+) -> Store:
     """Return the opened record of a run: its own, or that of a stage of the outer run."""
     if outer is not None and stage:
-        store = outer.stage(stage)
+        store = outer.fed.stage(stage)
     elif spec.run_dir is None:
         store = open_record(spec)
     else:
         store = await in_thread(lambda: open_record(spec))
     if type(store) is MemoryStore:
-        return store
+        return Store(store)
     try:
         await in_thread(partial(store.open, resuming))
     except BaseException:
         await in_thread(store.close)
         raise
-    return store
+    return Store(store)
 
 
 @asynccontextmanager
-async def announced(store: RunStore | None) -> AsyncIterator[None]:
+async def announced(record: Store | None) -> AsyncIterator[None]:
     """Tell readers of a run in Redis that it is starting, until it is fed. A directory is locked for that."""
-    if not isinstance(store, RedisRunStore):
+    if record is None or not isinstance(store := record.blocking, RedisRunStore):
         yield
         return
 
@@ -129,11 +129,11 @@ async def refuse_changes(compared: Callable[[], Changes], on_change: OnChange) -
     changes.tell(on_change)
 
 
-async def as_recorded(prepared: Prepared, store: RunStore | None) -> Prepared:
+async def as_recorded(prepared: Prepared, store: Store | None) -> Prepared:
     """Return a run that this process feeds, with the max_tokens of its record."""
-    if store is None or type(store) is MemoryStore:
+    if store is None:
         return prepared
-    return under_record(prepared, await in_thread(lambda: store.facts() or {}))
+    return under_record(prepared, await store.facts() or {})
 
 
 async def in_thread(function: Callable[[], R]) -> R:
@@ -331,7 +331,7 @@ class WorkSince(TypedSink):
 
 
 def open_journal(
-    store: WorkStore,
+    store: Store,
     number: int,
     prepared: Prepared,
     account: Account,
@@ -344,7 +344,7 @@ def open_journal(
     journal = Journal(
         store,
         number,
-        in_memory=type(store) is MemoryStore,
+        in_memory=type(store.blocking) is MemoryStore,
         account=account,
         more=None if store.instant else work.increment,
         encoded=encoder(store, prepared, number),
@@ -357,7 +357,7 @@ def open_journal(
     return journal
 
 
-def encoder(store: WorkStore, prepared: Prepared, worker: int) -> Callable[[AgentResult[object]], object]:
+def encoder(store: Store, prepared: Prepared, worker: int) -> Callable[[AgentResult[object]], object]:
     """Return the function that makes of a result what the store takes: JSON, if it is outside this process."""
     if store.instant:
         return lambda result: result

@@ -47,7 +47,7 @@ from batch_agent.record.directory import DirectoryStore
 from batch_agent.record.journal import Journal, to_its_end
 from batch_agent.record.keys import Keys
 from batch_agent.record.scoring import RunGold
-from batch_agent.record.store import LEASE, RunStore, WorkStore
+from batch_agent.record.store import LEASE, RunStore, Store, WorkStore
 from batch_agent.record.timeline import Line
 from batch_agent.results import Results
 from batch_agent.run.changes import Changes, OnChange, compare
@@ -158,8 +158,8 @@ class Run(Generic[T]):
         self.scoring = None if prepared.gold is None or not feeds else RunScoring(prepared.gold, prepared.schema)
         if self._rows.channel is not None and not self._is_shared and not in_redis:
             self._feed.take_from(self._rows.channel)
-        self._store: WorkStore | None = work_on
-        self._record: RunStore | None = None  # of a run that this process feeds
+        self._store: Store | None = None if work_on is None else Store(work_on)
+        self._record: Store | None = None  # of a run that this process feeds
         self._journal: Journal | None = None
         self._feeder: Feeder | None = None
         self._leases: Leases | None = None
@@ -293,7 +293,7 @@ class Run(Generic[T]):
         except SpecError:
             if self._record is None or self.shared.lender is None:
                 raise
-            return self._record.follow_row(f"{run._stage}/{row}" if run._stage else str(row)) or {}
+            return self._record.fed.follow_row(f"{run._stage}/{row}" if run._stage else str(row)) or {}
 
     def _endpoints(self) -> list[LabelledEndpoint]:
         """Return the endpoints of all backends; for a run inside another, those of its own."""
@@ -408,7 +408,7 @@ class Run(Generic[T]):
     @property
     def wants_workers(self) -> bool:
         """Whether new rows are started. Only for a record in this process."""
-        standing = self._opened.standing()
+        standing = self._opened.blocking.standing()
         return not (self._leaving or self.shared.cannot_continue or standing.done) and standing.phase == "running"
 
     # The supervisor
@@ -594,7 +594,7 @@ class Run(Generic[T]):
     # Its record
 
     @property
-    def _opened(self) -> WorkStore:
+    def _opened(self) -> Store:
         assert self._store is not None, "the record is opened first"
         return self._store
 
@@ -608,19 +608,18 @@ class Run(Generic[T]):
         if self._outer is None:
             self.shared.store = self._record
         fingerprint = fingerprint_of(prepared, self._function)
-        if isinstance(store, DirectoryStore):
-            store.schema = prepared.schema
+        if isinstance(store.blocking, DirectoryStore):
+            store.blocking.schema = prepared.schema
         if self._record is not None:
             await self._begin_feed(prepared, self._record, fingerprint)
         if self._feeds and not self._works and not store.instant and self._inside is None:
             return 0  # it neither works nor has files
-        here = partial(store.join, {"host": platform.node(), "process": os.getpid(), "feeder": self._feeds})
-        number = here() if store.instant else await in_thread(here)
+        number = await store.join({"host": platform.node(), "process": os.getpid(), "feeder": self._feeds})
         spending, outer = self.shared.spending, self._outer
         account = spending if outer is None else StageAccount(self._metrics, outer.journal)
         budgets = () if outer is not None else shared_budgets(spending)
         work = WorkSince(account, budgets, self.id, None if self._feeds else self._emit)
-        standing = store.standing() if store.instant else await in_thread(store.standing)
+        standing = await store.standing()
         if standing.observed:
             work.send_events()
         if self._works:
@@ -638,11 +637,11 @@ class Run(Generic[T]):
             self._feeder.worker = number
         if self._outer is None:
             self.shared.journal = self._journal
-        if self._feeds and isinstance(store, DirectoryStore):
-            await self._watch.begin(self._journal, store.path, asked_json(prepared), self.shared.clock())
+        if self._feeds and isinstance(store.blocking, DirectoryStore):
+            await self._watch.begin(store, store.blocking.path, asked_json(prepared), self.shared.clock())
         return number
 
-    async def _begin_feed(self, prepared: Prepared, store: RunStore, fingerprint: bytes) -> None:
+    async def _begin_feed(self, prepared: Prepared, store: Store, fingerprint: bytes) -> None:
         spec = prepared.spec
         self._feeder = feeder = Feeder(
             store,
@@ -668,7 +667,7 @@ class Run(Generic[T]):
         how = resuming_of(prepared, self.on_change, (self._outer or self.shared).changes, self._stage)
         await feeder.begin(facts, how, Keys(rows_under(prepared, self._function)), prepared.schema, spec.keep)
         if self.scoring is not None:
-            await in_thread(partial(self.scoring.keep, store))
+            await in_thread(partial(self.scoring.keep, store.fed))
         if self._leaving:
             feeder.stop()
 
@@ -736,8 +735,8 @@ class Run(Generic[T]):
             try:
                 await to_its_end(asyncio.ensure_future(self._feeder.count_work()))
                 if self.scoring is not None and self._record is not None:
-                    await in_thread(partial(self.scoring.keep, self._record))
-                score = measured(self._controls, self._prepared, store)
+                    await in_thread(partial(self.scoring.keep, self._record.fed))
+                score = measured(self._controls, self._prepared, store.blocking)
                 facts["summary"] = summary_json(self._controls.statistics()) | score
                 if ended == "pilot":
                     self._feeder.record_pilot()
@@ -749,7 +748,9 @@ class Run(Generic[T]):
         if self._journal is not None:
             self._journal.close()
         if self._record is not None:
-            failed = await to_its_end(asyncio.ensure_future(in_thread(store.close))) or failed
+            failed = await to_its_end(store.close()) or failed
+        else:
+            store.end_threads()
         return failure or failed
 
     # How it ends

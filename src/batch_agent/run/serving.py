@@ -14,7 +14,7 @@ from batch_agent.messages import JsonObject
 from batch_agent.record.directory import DirectoryStore
 from batch_agent.record.memory import MemoryStore
 from batch_agent.record.served import StoreDesk, StoreServer
-from batch_agent.record.store import WorkStore
+from batch_agent.record.store import Store
 from batch_agent.run.trust import fingerprint_of_things
 
 LEAVE_SECONDS = 5.0  # for workers to leave when the run has ended
@@ -27,14 +27,14 @@ class Serving:
 
     def __init__(
         self,
-        store: WorkStore,
+        store: Store,
         url: str | None,
         facts: Callable[[], JsonObject],
         share: Callable[[], Awaitable[None]],
         *,
         is_shared: bool,
     ) -> None:
-        self._store, self.url, self._facts = store, url, facts
+        self._store, self.url, self._facts = store.blocking, url, facts
         self._share, self._is_shared = share, is_shared
         self._loop = asyncio.get_running_loop()
         self._desk: StoreDesk | None = None

@@ -6,7 +6,6 @@ limits. An inner run may have its own directory, for its journal and its results
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -26,7 +25,7 @@ from batch_agent.observe.metrics import Clock
 from batch_agent.observe.prometheus import LiveNumbers
 from batch_agent.observe.status import LabelledEndpoint
 from batch_agent.record.journal import Journal
-from batch_agent.record.store import RunStore, WorkStore
+from batch_agent.record.store import Store
 from batch_agent.run.observers import Observers
 from batch_agent.scheduler.ordering import KvParts
 from batch_agent.scheduler.server import Endpoint
@@ -58,7 +57,7 @@ class Shared:
     observers: Observers
     models: dict[str, set[str]] = field(default_factory=dict)  # the models that runs use, by name of the backend
     pool: ToolPool | None = None
-    store: RunStore | None = None
+    store: Store | None = None
     journal: Journal | None = None
     lender: Lending | None = None
     changes: Changes | None = None  # of a resumed run, since it was compared with its record
@@ -120,19 +119,19 @@ class Shared:
         waiting = sum(of.scheduler.waiting for of in self.dispatchers.values())
         return LiveNumbers(endpoints, waiting, None if self.journal is None else self.journal.lag)
 
-    async def is_time_spent(self, record: RunStore | None, outer: Shared | None) -> bool:
+    async def is_time_spent(self, record: Store | None, outer: Shared | None) -> bool:
         """Return whether earlier sessions have spent the whole budget on running time. ``outer`` is the outer run of a
         stage; if its budget is spent, it has no workers."""
         if outer is not None:
             return outer.lender is None
-        return record is not None and self.spending.is_time_spent(await asyncio.to_thread(record.spent))
+        return record is not None and self.spending.is_time_spent(await record.spent())
 
-    async def keep_jobs(self, backend: Backend, store: WorkStore) -> None:
+    async def keep_jobs(self, backend: Backend, store: Store) -> None:
         """Let a backend whose answers take hours record its jobs in the record of the outermost run."""
         if backend.capabilities.patient:
             record = self.store or store
-            outlasts = await asyncio.to_thread(record.outlasts)
-            backend.keep(record, outlasts=outlasts)
+            outlasts = await record.outlasts()
+            backend.keep(record.blocking, outlasts=outlasts)
             if not outlasts:
                 logger.warning("%s: without run_dir an interrupted job is lost, but still charged", backend.name)
 

@@ -15,7 +15,7 @@ from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
 from batch_agent.record.directory import DirectoryStore
 from batch_agent.record.journal import Journal
-from batch_agent.record.store import RunStore, WorkStore
+from batch_agent.record.store import Store
 from batch_agent.run.control import Controls
 from batch_agent.run.feeder import Feeder
 from batch_agent.run.shared import Shared
@@ -33,8 +33,8 @@ class Shares:
         shared: Shared,
         controls: Controls,
         backend: Backend,
-        store: WorkStore,
-        record: RunStore | None,
+        store: Store,
+        record: Store | None,
         lease: float,
         number: int,
         feeder: Feeder | None,
@@ -57,7 +57,7 @@ class Shares:
         try:
             async with self._extent:
                 async with self._changing:
-                    before = None if self._record is None else await asyncio.to_thread(self._record.spent)
+                    before = None if self._record is None else await self._record.spent()
                     spending.earlier = before
                     if is_shared:
                         lender = await self._open_lender()
@@ -96,8 +96,8 @@ class Shares:
         self._before = NOTHING  # what this session spent of the shared budgets
         if feeder is not None:
             budgets = shared_budgets(shared.spending)
-            if budgets and isinstance(self._record, DirectoryStore):
-                tokens, cost = await asyncio.to_thread(self._record.share, budgets)
+            if budgets and self._record is not None and isinstance(self._record.blocking, DirectoryStore):
+                tokens, cost = await asyncio.to_thread(self._record.blocking.share, budgets)
                 self._before = Amount(tokens, cost)
             await lender.begin(self._backend)
         if self._leases is not None:

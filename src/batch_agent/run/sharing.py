@@ -15,11 +15,8 @@ import os
 import platform
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TypeVar
 
 from batch_agent.backends.base import Backend
 from batch_agent.backends.cache import CachingBackend
@@ -30,7 +27,7 @@ from batch_agent.errors import SpecError, StoreError
 from batch_agent.fleet.hostfile import Hostfile
 from batch_agent.messages import JsonObject
 from batch_agent.record.journal import to_its_end
-from batch_agent.record.store import LEASE, WorkStore
+from batch_agent.record.store import LEASE, Store
 from batch_agent.run.control import Controls
 from batch_agent.run.once import SharedOnce
 from batch_agent.run.shared import Shared
@@ -52,7 +49,6 @@ from batch_agent.share.table import (
     Steering,
 )
 
-T = TypeVar("T")
 logger = logging.getLogger("batch_agent")
 
 EVERY = 1.0  # seconds between two beats
@@ -62,7 +58,6 @@ PEAKS = 3  # a worker wants the most requests that it had in flight in this many
 UNLIMITED = 2**62
 FEEDER = "feeder-"  # begin of the name of a feeder as a member, before the number of its session
 ENDPOINTS = 32  # maximum in a worker's report
-THREADS = 8  # most concurrent calls of the store
 
 
 @dataclass(slots=True, eq=False)
@@ -78,10 +73,9 @@ class Pot:
 class Lending:
     """``worker`` is a name that is unique in the run. ``seconds`` is the time after which a membership expires."""
 
-    def __init__(self, store: WorkStore, worker: str, seconds: float = LEASE) -> None:
+    def __init__(self, store: Store, worker: str, seconds: float = LEASE) -> None:
         self._store, self._worker, self._seconds = store, worker, seconds
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="batch-agent-lent")
-        self.once = SharedOnce(store, worker, self._threads)
+        self.once = SharedOnce(store, worker)
         self._wanted = asyncio.Event()  # set when a request waits for the next beat
         self._peaks: defaultdict[str, deque[int]] = defaultdict(lambda: deque(maxlen=PEAKS))
         self._places: dict[str, Pot] = {}
@@ -101,14 +95,14 @@ class Lending:
         Clear the control actions of earlier sessions, and store the hostfiles for workers on other machines.
         """
         self._hostfiles = [hostfile for backend in backends if (hostfile := hostfile_of(backend)) is not None]
-        await self._beside(lambda: self._store.steer({"do": "begin"}))
+        await self._store.steer({"do": "begin"})
         await self._keep_hostfiles()
 
     async def _keep_hostfiles(self) -> None:
         for hostfile in self._hostfiles:
             name, text = str(hostfile.path), hostfile.text
             if self._kept.get(name) != text:
-                await self._beside(partial(self._store.put_file, name, sign_file(name, text)))
+                await self._store.put_file(name, sign_file(name, text))
                 self._kept[name] = text
 
     def soon(self) -> None:
@@ -126,7 +120,7 @@ class Lending:
 
     def _send_request(self) -> None:
         """Send the first of the requests. The next one follows it, so that they arrive in order."""
-        self._beside(partial(self._store.steer, self._requests[0])).add_done_callback(self._request_sent)
+        self._store.steer(self._requests[0]).add_done_callback(self._request_sent)
 
     def _request_sent(self, sent: asyncio.Future[Steering]) -> None:
         request = self._requests.popleft()
@@ -182,7 +176,7 @@ class Lending:
         for name, stage in {} if shared.spending.rows is None else shared.spending.rows.stages.items():
             learnt[f"{ROWS}{name}"] = Learnt(costs=stage.costs)
         status, sent = {**_in_short(controls.status()), "feeder": self._worker.startswith(FEEDER)}, loop.time()
-        self._beating = self._beside(lambda: self._store.beat(self._worker, self._seconds, claims, learnt, status))
+        self._beating = self._store.beat(self._worker, self._seconds, claims, learnt, status)
         beat = await asyncio.shield(self._beating)
         if self._lost is not None:
             self._lost.cancel()
@@ -199,11 +193,11 @@ class Lending:
     async def _report_followed_rows(self, controls: Controls) -> None:
         """Report the rows of this worker that a viewer follows, with the text that is being streamed."""
         rows: dict[str, JsonObject] = {}
-        for row in await self._beside(self._store.followed_rows):
+        for row in await self._store.followed_rows():
             with suppress(SpecError):  # another worker has the row
                 rows[row] = controls.live_row(row)
         if rows:
-            await self._beside(partial(self._store.report_rows, rows))
+            await self._store.report_rows(rows)
 
     async def _leave(self, shared: Shared) -> None:
         """Return unused shares. If the store is unreachable, all of them count as used."""
@@ -211,18 +205,14 @@ class Lending:
         claims = {name: _final(name, place.claim()) for name, place in self._find_places(shared)}
         try:
             spent = Learnt(bool(shared.spending.exhausted), shared.spending.exhausted)
-            await shielded(self._beside(lambda: self._return(claims, {BUDGET: spent})))
+            await shielded(asyncio.ensure_future(self._return(claims, {BUDGET: spent})))
         except StoreError as error:
             logger.warning("the unused budget of this worker could not be returned: %s", error)
         await self.once.close()
-        self._threads.shutdown(wait=False)
 
-    def _return(self, claims: Mapping[str, Claim], learnt: Mapping[str, Learnt]) -> None:
-        self._store.beat(self._worker, self._seconds, claims, learnt, {})
-        self._store.resign(self._worker)
-
-    def _beside(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        return asyncio.get_running_loop().run_in_executor(self._threads, function)
+    async def _return(self, claims: Mapping[str, Claim], learnt: Mapping[str, Learnt]) -> None:
+        await self._store.beat(self._worker, self._seconds, claims, learnt, {})
+        await self._store.resign(self._worker)
 
     # Claims
 

@@ -1,7 +1,7 @@
 """Writes the timeline of a run to its directory, and keeps its control socket open.
 
-Samples are taken after events, at most one per second, and written in the journal's thread. If the timeline cannot be
-written, it is stopped with a warning; the run continues.
+Samples are taken after events, at most one per second, and written in the thread of the commits. If the timeline cannot
+be written, it is stopped with a warning; the run continues.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from pathlib import Path
 
 from batch_agent.messages import JsonObject
 from batch_agent.observe.metrics import Recorder
-from batch_agent.record.journal import Journal, to_its_end
+from batch_agent.record.journal import to_its_end
+from batch_agent.record.store import Store
 from batch_agent.record.timeline import TimelineFiles
 from batch_agent.run.control import Controls
 from batch_agent.run.control_socket import ControlSocket
@@ -29,7 +30,7 @@ class Watch:
 
     def __init__(self, recorder: Recorder, run: Controls, *, socket: bool) -> None:
         self._recorder, self._run, self._has_socket = recorder, run, socket
-        self._journal: Journal | None = None
+        self._store: Store | None = None
         self._files: TimelineFiles | None = None
         self._socket: ControlSocket | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -41,8 +42,8 @@ class Watch:
         self._recorder.on_event = None
         self._timer = asyncio.get_running_loop().call_later(EVERY, self._tick)
 
-    async def begin(self, journal: Journal, run_dir: Path, header: JsonObject, at: float) -> None:
-        self._journal = journal
+    async def begin(self, store: Store, run_dir: Path, header: JsonObject, at: float) -> None:
+        self._store = store
         files = TimelineFiles(run_dir)
         self._socket = ControlSocket(self._run, run_dir) if self._has_socket else None
 
@@ -52,7 +53,7 @@ class Watch:
                 self._socket.prepare()
 
         try:
-            await journal.in_thread(prepare)
+            await self._in_thread(store, prepare)
         except OSError as error:
             logger.warning("the run is recorded, but without a timeline or control: %s", error)
             self._socket = None
@@ -63,28 +64,31 @@ class Watch:
             await self._socket.listen()
 
     async def end(self) -> None:
-        """Write what is left. Call it before the journal is closed. A cancellation does not interrupt this."""
+        """Write what is left. Call it before the record is closed. A cancellation does not interrupt this."""
         self._recorder.on_event = None
         if self._timer is not None:
             self._timer.cancel()
         if self._socket is not None:
             await self._socket.close()
-        if self._journal is None:
+        if self._store is None:
             return
         if self._files is not None:
-            await to_its_end(self._journal.in_thread(self._writer(last=True)))
+            await to_its_end(self._in_thread(self._store, self._writer(last=True)))
         if self._socket is not None:
-            await to_its_end(self._journal.in_thread(self._socket.clean))
+            await to_its_end(self._in_thread(self._store, self._socket.clean))
+
+    def _in_thread(self, store: Store, function: Callable[[], None]) -> asyncio.Future[None]:
+        return asyncio.get_running_loop().run_in_executor(store.commits, function)
 
     def _tick(self) -> None:
         self._timer = None
-        if self._files is None or self._journal is None:
+        if self._files is None or self._store is None:
             return
         if self._writing is not None and not self._writing.done():
             self._wait()
             return
         self._recorder.on_event = self._wait
-        self._writing = self._journal.in_thread(self._writer())
+        self._writing = self._in_thread(self._store, self._writer())
         self._writing.add_done_callback(self._written)
 
     def _writer(self, *, last: bool = False) -> Callable[[], None]:

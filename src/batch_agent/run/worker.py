@@ -11,11 +11,9 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from batch_agent.agent.agent import Agent, tool_loop
 from batch_agent.agent.dialogue import Resources
@@ -35,7 +33,7 @@ from batch_agent.record.keys import Keys
 from batch_agent.record.memory import MemoryStore
 from batch_agent.record.row_json import decode_row
 from batch_agent.record.steps import Past, read_past
-from batch_agent.record.store import Identity, KeptStep, LeasedRow, RowLease, RunStanding, WorkStore
+from batch_agent.record.store import Identity, KeptStep, LeasedRow, RowLease, RunStanding, Store
 from batch_agent.run.budgeted_rows import BudgetedRows, is_interrupted
 from batch_agent.run.parts import Parts, Several
 from batch_agent.run.rows import compile_all
@@ -48,12 +46,10 @@ if TYPE_CHECKING:
 
 # The rows that one worker holds. It takes rows when it has room, renews their leases, and hands back the rest.
 #
-# Calls of a store outside this process block, so they run in threads. The event loop starts each renewal. This is
-# intentional: a worker whose loop is stuck cannot record anything, and should lose its rows. In the feeder's process
-# the store answers at once, leases do not end, and the worker itself asks the feeder to read inputs when it needs
-# rows.
+# The event loop starts each renewal. This is intentional: a worker whose loop is stuck cannot record anything, and
+# should lose its rows. In the feeder's process leases do not end, and the worker itself asks the feeder to read inputs
+# when it needs rows.
 
-T = TypeVar("T")
 logger = logging.getLogger("batch_agent")
 
 RENEWALS = 3  # per lease time
@@ -106,7 +102,7 @@ class Leases:
 
     def __init__(
         self,
-        store: WorkStore,
+        store: Store,
         worker: int,
         *,
         lease: float,
@@ -131,7 +127,6 @@ class Leases:
         self._lease, self._generation, self._patience = lease, generation, patience
         self._ready: deque[LeasedRow] = deque()
         self._taking: asyncio.Future[list[LeasedRow]] | None = None
-        self._threads = None if store.instant else ThreadPoolExecutor(2, thread_name_prefix="batch-agent-leases")
         self._renewing: asyncio.Task[None] | None = None
         self._lonely_since: float | None = None  # when the worker first found no feeder
         self._fed = False  # every input was fed
@@ -150,7 +145,7 @@ class Leases:
     async def next(self, most: int) -> list[HeldRow]:
         """Wait for rows and return at most ``most``; none if no more rows are taken."""
         waited, source = False, self._source
-        if self.alone and source is not None and isinstance(self.store, MemoryStore) and not self.store.unstarted:
+        if self.alone and source is not None and not self._is_at_hand:
             await source.refill()
         while not self._ready:
             if self.over:
@@ -171,11 +166,16 @@ class Leases:
 
     def next_nowait(self) -> HeldRow | None:
         """Return the next row if it is in the queue of this process, and no other process works on the run."""
-        store = self.store
-        if not self.alone or self.over or self._ready or not isinstance(store, MemoryStore) or not store.unstarted:
+        if not self.alone or self.over or self._ready or not self._is_at_hand:
             return None
-        rows = store.take(self.worker, 1, 0.0)
+        rows = self.store.take(self.worker, 1, 0.0).result()
         return self._hold(rows[0]) if rows else None
+
+    @property
+    def _is_at_hand(self) -> bool:
+        """Whether a row is in the queue of this process."""
+        store = self.store.blocking
+        return isinstance(store, MemoryStore) and store.unstarted > 0
 
     def _hold(self, row: LeasedRow) -> HeldRow:
         index = row.lease.index
@@ -193,12 +193,12 @@ class Leases:
             if self.alone:
                 self.leave("done" if source is not None and source.fed else "asked to leave")
                 return False
-            self._judge(self.store.standing())
+            self._judge(await self.store.standing())
             if not self.over:
                 self._news.clear()
                 await self._news.wait()
             return not self.over
-        standing = await self._run(self.store.standing)
+        standing = await self.store.standing()
         self._judge(standing)
         self._fed = standing.counts.fed
         if self._fed and not self.over:  # only rows of dead workers can arrive now
@@ -208,11 +208,10 @@ class Leases:
     async def _take(self, most: int) -> list[LeasedRow]:
         """Return the next rows. If this is cancelled, the next call or ``close`` takes the result of the running
         call."""
-        if self._threads is None:
-            return self.store.take(self.worker, most, 0.0)
+        if self.store.instant:
+            return await self.store.take(self.worker, most, 0.0)
         if self._taking is None:
-            wait = 0.0 if self._fed else self._wait
-            self._taking = self._run(lambda: self.store.take(self.worker, self.store.group, wait))
+            self._taking = self.store.take(self.worker, self.store.group, 0.0 if self._fed else self._wait)
         rows = await asyncio.shield(self._taking)
         self._taking = None
         if rows and self.over:
@@ -227,10 +226,7 @@ class Leases:
         if not missing or not held.row.more:
             return found
         wanted = [identities[place] for place in missing]
-        claimed = await asyncio.get_running_loop().run_in_executor(
-            self._threads, partial(self.store.claim, held.lease, wanted)
-        )
-        for place, steps in zip(missing, claimed, strict=True):
+        for place, steps in zip(missing, await self.store.claim(held.lease, wanted), strict=True):
             found[place] = held.past(identities[place], steps)
         return found
 
@@ -286,13 +282,9 @@ class Leases:
         self._ready.clear()
         if self._taking is not None and await to_its_end(self._taking) is None:
             rows += self._taking.result()
-        try:
-            with suppress(StoreError):
-                await self._hand_back(rows)
-                await to_its_end(asyncio.ensure_future(self._call(partial(self.store.leave, self.worker))))
-        finally:
-            if self._threads is not None:
-                self._threads.shutdown(wait=False)
+        with suppress(StoreError):
+            await self._hand_back(rows)
+            await to_its_end(self.store.leave(self.worker))
 
     def _judge(self, standing: RunStanding) -> None:
         counts = standing.counts
@@ -321,7 +313,7 @@ class Leases:
             alarm = asyncio.get_running_loop().call_later(OVERDUE, self.on_away, True)
             try:
                 await self._hand_back(waiting)
-                lost, standing = await self._run(partial(self.store.renew, self.worker, leases))
+                lost, standing = await self.store.renew(self.worker, leases)
             except StoreError as error:  # the store has waited for the end of the outage: nothing can be recorded
                 self.fail(error)
                 self.lose({held.lease.place for held in self.held.values()})
@@ -338,17 +330,7 @@ class Leases:
 
     async def _hand_back(self, rows: list[LeasedRow]) -> None:
         if leases := [row.lease for row in rows]:
-            await self._call(partial(self.store.hand_back, self.worker, leases))
-
-    async def _call(self, function: Callable[[], object]) -> None:
-        """Make a call of the store to its end: at once if it is in this process, else in a thread."""
-        if self._threads is None:
-            function()
-        else:
-            await shielded(self._run(function))
-
-    def _run(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        return asyncio.get_running_loop().run_in_executor(self._threads, function)
+            await shielded(self.store.hand_back(self.worker, leases))
 
 
 BREATHER = 128  # rows that start one after another before the event loop runs other tasks

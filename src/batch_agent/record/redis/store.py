@@ -180,6 +180,9 @@ class RedisRunStore:
             raise
         return cls(connection)
 
+    def blocks(self, call: str) -> bool:
+        return True
+
     def key(self, name: str) -> str:
         """Return the name of a key of this run."""
         return self.address.prefix + name
