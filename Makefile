@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Many tests wait for sockets and processes, so there are more processes than cores.
 WORKERS ?= $(or $(shell expr 2 \* $$(nproc 2>/dev/null) 2>/dev/null),auto)
 
-.PHONY: demo test test-serve test-pythons test-view docs screenshots test-local test-docs test-prometheus test-vllm test-dynamo test-agents test-llamacpp soak soak-load soak-serve lint format bench numbers numbers-gpu release bench-peers test-vllm-pin test-cluster test-wheel clean
+.PHONY: demo test test-serve test-pythons test-view docs screenshots test-local test-docs test-prometheus test-vllm test-dynamo test-agents test-llamacpp soak soak-load soak-serve lint format bench numbers numbers-gpu release bench-peers test-vllm-pin test-cluster test-crash test-extras test-wheel clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -33,10 +33,11 @@ test: $(VENV)/.ready  ## set up and pass the tests; Redis is installed with apt 
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 test-pythons:  ## the same with other versions of Python: PYTHONS="python3.12 python3.13", names or paths
-	for python in $(or $(PYTHONS),python3.12 python3.13); do $(MAKE) test PYTHON=$$python || exit 1; done
+	for python in $(or $(PYTHONS),python3.12 python3.13); do \
+		$(PYTHON) tests/noted.py test-$$(basename $$python) -- $(MAKE) test PYTHON=$$python || exit 1; done
 
 test-serve: .venv-serve/.ready .venv-curator/.ready  ## unchanged programs of openai and anthropic, inspect_ai and curator against batch-agent serve
-	.venv-serve/bin/python tests/real/serve_clients.py
+	.venv-serve/bin/python tests/noted.py test-serve --versions openai,anthropic,inspect-ai -- .venv-serve/bin/python tests/real/serve_clients.py
 
 .venv-serve/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv-serve
@@ -62,7 +63,7 @@ release: $(VENV)/.ready  ## build and check wheel and sdist in dist/, and try th
 
 test-view: $(VENV)/.ready  ## the page in headless Chromium, installed with apt where it is missing
 	command -v chromium chromium-browser google-chrome >/dev/null || apt-get install -y --no-install-recommends chromium
-	BATCH_AGENT_TEST_VIEW=1 $(BIN)/python -m pytest tests/view
+	BATCH_AGENT_TEST_VIEW=1 $(BIN)/python tests/noted.py test-view -- $(BIN)/python -m pytest tests/view
 
 .venv-docs/.ready: pyproject.toml docs/site/requirements.txt
 	$(PYTHON) -m venv .venv-docs
@@ -71,13 +72,13 @@ test-view: $(VENV)/.ready  ## the page in headless Chromium, installed with apt 
 	touch $@
 
 docs: .venv-docs/.ready  ## the documentation as a site in build/docs/html; fails if a link or an anchor leads nowhere
-	.venv-docs/bin/python docs/site/build.py build/docs
+	.venv-docs/bin/python tests/noted.py docs --versions sphinx,furo,myst-parser -- .venv-docs/bin/python docs/site/build.py build/docs
 
 screenshots: $(VENV)/.ready  ## pictures of the page for docs/images
 	$(BIN)/python docs/screenshots.py
 
 test-local: $(VENV)/.ready  ## the embedded engine with real weights, whole
-	BATCH_AGENT_TEST_LOCAL=1 $(BIN)/python -m pytest tests/backends/local
+	BATCH_AGENT_TEST_LOCAL=1 $(BIN)/python tests/noted.py test-local --versions openvino-genai -- $(BIN)/python -m pytest tests/backends/local
 
 .venv-newcomer/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv-newcomer
@@ -86,14 +87,14 @@ test-local: $(VENV)/.ready  ## the embedded engine with real weights, whole
 	touch $@
 
 test-docs: .venv-newcomer/.ready  ## the blocks of README.md and docs/ as a newcomer runs them: on the embedded model, without other extras
-	BATCH_AGENT_TEST_DOCS=1 .venv-newcomer/bin/python -m pytest tests/test_docs.py
+	BATCH_AGENT_TEST_DOCS=1 .venv-newcomer/bin/python tests/noted.py test-docs --versions openvino-genai -- .venv-newcomer/bin/python -m pytest tests/test_docs.py
 
 test-prometheus: $(VENV)/.ready  ## a real Prometheus scrapes a run; installed with apt where it is missing
 	command -v prometheus >/dev/null || apt-get install -y --no-install-recommends prometheus
-	$(BIN)/python -m pytest tests/observe/test_real_prometheus.py tests/observe/test_prometheus.py tests/observe/test_metric_names.py
+	$(BIN)/python tests/noted.py test-prometheus -- $(BIN)/python -m pytest tests/observe/test_real_prometheus.py tests/observe/test_prometheus.py tests/observe/test_metric_names.py
 
 test-vllm test-vllm-pin test-dynamo test-agents test-llamacpp: test-%: $(VENV)/.ready  ## install and start the real thing, and pass its suite
-	$(BIN)/python -m tests.real $*
+	$(BIN)/python tests/noted.py $@ -- $(BIN)/python -m tests.real $*
 
 CLUSTER := .venv-cluster
 $(CLUSTER)/.ready: pyproject.toml
@@ -104,20 +105,27 @@ $(CLUSTER)/.ready: pyproject.toml
 
 test-cluster: $(CLUSTER)/.ready  ## real Redis, real Ray: a run whose processes are killed; ten minutes
 	command -v redis-server >/dev/null || apt-get install -y --no-install-recommends redis-server
-	BATCH_AGENT_TEST_CLUSTER=1 $(CLUSTER)/bin/python -m pytest -v tests/cluster
-	BATCH_AGENT_TEST_CLUSTER=1 $(CLUSTER)/bin/python -m pytest -v tests/run/test_every_shape.py tests/cli/test_show_unfinished.py -k Ray
+	BATCH_AGENT_TEST_CLUSTER=1 $(CLUSTER)/bin/python tests/noted.py test-cluster --versions ray,redis -- $(CLUSTER)/bin/python -m pytest -v tests/cluster
+	BATCH_AGENT_TEST_CLUSTER=1 $(CLUSTER)/bin/python tests/noted.py test-cluster-shapes --versions ray,redis -- $(CLUSTER)/bin/python -m pytest -v tests/run/test_every_shape.py tests/cli/test_show_unfinished.py -k Ray
 
 soak: $(VENV)/.ready  ## simulated runs with random faults: SEEDS=N of them, over all cores or JOBS=; or SEED=n again; then fuzzing for FUZZ=seconds and the property tests with random examples
-	$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),1000)) $(if $(JOBS),--jobs $(JOBS))
-	$(if $(SEED),,$(BIN)/python -m tests.fuzz --seconds $(or $(FUZZ),300))
+	$(BIN)/python tests/noted.py soak -- $(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),1000)) $(if $(JOBS),--jobs $(JOBS))
+	$(if $(SEED),,$(BIN)/python tests/noted.py soak-fuzz -- $(BIN)/python -m tests.fuzz --seconds $(or $(FUZZ),300))
 	$(if $(SEED),,$(BIN)/python -m pytest -n auto -m soak)
 	$(if $(SEED),,BATCH_AGENT_TEST_RANDOM=1 $(BIN)/python -m pytest -n auto $$(grep -rl "^from hypothesis" tests --include="test_*.py"))
 
 soak-load: $(VENV)/.ready  ## simulated runs at servers that are full, refuse by chance or report wrong metrics: SEEDS=N of each
-	$(BIN)/python -m tests.load --seeds $(or $(SEEDS),200)
+	$(BIN)/python tests/noted.py soak-load -- $(BIN)/python -m tests.load --seeds $(or $(SEEDS),200)
+
+test-crash: $(VENV)/.ready  ## a run is killed KILLS times (100) and resumed; a few minutes
+	$(BIN)/python tests/noted.py test-crash -- $(BIN)/python -m tests.record.crash --kills $(or $(KILLS),100)
+
+test-extras: $(VENV)/.ready  ## tests of optional packages, which are skipped without them: a kernel of Jupyter, datasets, PostgreSQL
+	$(BIN)/python -m pip install --quiet ipykernel nbclient nbformat datasets pandas polars
+	$(BIN)/python tests/noted.py test-extras --versions ipykernel,datasets,pandas,polars -- $(BIN)/python -m pytest tests/observe/test_notebook.py tests/files/test_given_inputs.py tests/tools/test_tool_sql.py tests/observe/test_telemetry.py
 
 soak-serve: $(VENV)/.ready  ## simulated weeks of batch-agent serve with outages, kills, clock jumps, full disks: SEEDS=N of them, over all cores or JOBS=; or SEED=n again
-	$(BIN)/python -m tests.serve.soak $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),200)) $(if $(JOBS),--jobs $(JOBS))
+	$(BIN)/python tests/noted.py soak-serve -- $(BIN)/python -m tests.serve.soak $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),200)) $(if $(JOBS),--jobs $(JOBS))
 
 lint: $(VENV)/.ready  ## style, words and types
 	$(BIN)/ruff check .
