@@ -27,6 +27,7 @@ FOREIGN = {
         "WeakKeyDictionary",
         "ReadableStream",
         "DirtyEquals",
+        "ResizeObserver",
     ),
 }
 
