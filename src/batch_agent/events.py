@@ -155,6 +155,7 @@ class JobFinished(RowEvent):
     cost: float | None
     timings: Timings
     resumed: bool
+    answered_by: str | None = None
 
     @classmethod
     def of(cls, result: AgentResult[object], at: float, run: str) -> JobFinished:
@@ -171,6 +172,7 @@ class JobFinished(RowEvent):
             result.cost,
             result.timings,
             result.resumed,
+            result.answered_by,
         )
 
     @property

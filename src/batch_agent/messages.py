@@ -312,6 +312,7 @@ class Reply:
     # Of an answer whose doubts are wanted: its tokens, until the doubts are known. None: not reported.
     tokens: tuple[TokenChance, ...] | None = field(default=None, compare=False, repr=False)
     doubts: Mapping[str, float | None] | None = None  # by field
+    answered_by: str = ""  # model of the standby that answered; "": the model that was asked
 
     def message(self) -> Message:
         """Return the answer as a message of its conversation."""

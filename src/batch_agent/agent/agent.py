@@ -34,7 +34,7 @@ from batch_agent.errors import (
     StoreError,
 )
 from batch_agent.events import ToolFinished, ToolStarted
-from batch_agent.job import AgentError, AgentResult, BaseResult, Job
+from batch_agent.job import JOINED, AgentError, AgentResult, BaseResult, Job
 from batch_agent.messages import (
     Attachment,
     Conversation,
@@ -656,6 +656,9 @@ class Agent:
         )
         if work.r.doubted is not None and verdict is None:
             result.doubts = work.doubts or dict.fromkeys(name for _, name in work.r.doubted)  # type: ignore[misc]
+        if tally.answered_by and (work.r.dispatcher.scheduler.standbys or any(tally.answered_by)):
+            asked = work.r.shapes.first.model
+            result.answered_by = JOINED.join(name or asked for name in tally.answered_by)  # type: ignore[misc]
         return cast("AgentResult[object]", result)
 
     @property

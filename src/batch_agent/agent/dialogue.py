@@ -145,6 +145,7 @@ class Tally:
     tool_wait: float = 0.0
     first_token: float | None = None
     before: float = 0.0  # seconds spent in earlier sessions
+    answered_by: tuple[str, ...] = ()  # "" for the model that was asked, and the models of standbys
 
     @property
     def attempts(self) -> int:
@@ -157,6 +158,8 @@ class Tally:
             self.cost = cost + (self.cost or 0.0)
         if self.first_token is None:
             self.first_token = reply.first_token
+        if reply.answered_by not in self.answered_by:
+            self.answered_by += (reply.answered_by,)
 
     def pay(self, usage: Usage, cost: float | None) -> None:
         self.usage += usage

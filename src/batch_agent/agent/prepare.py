@@ -186,7 +186,7 @@ def prepare(spec: BatchSpec, *, sends: bool = True, confined: bool = False) -> P
     prices = find_prices(spec.prices, model=model, backend=backend.name)
     if prices is not None and spec.prices is None and backend.capabilities.price != 1.0:
         prices = prices.times(backend.capabilities.price)
-    _check_budget(spec, prices, model, backend.name)
+    _check_budget(spec, prices, model, backend)
     answering = _cached(spec, backend)
     summaries = _summaries(spec, answering, sends=sends)
     known = spec.model_max_context
@@ -330,11 +330,13 @@ def stored_place(where: object, name: str) -> JsonValue:
     """Return a backend as it is stored in the record: without what may be a secret, only its name."""
     if where is None or (isinstance(where, str) and "@" not in where):
         return where
-    if isinstance(where, Mapping) and set(where) == {"url"}:
-        return stored_place(where["url"], name)
+    if isinstance(where, Mapping) and not where.keys() & {"api_key", "headers"}:
+        url = stored_place(where.get("url"), name)
+        if isinstance(url, str):
+            return {**cast(JsonObject, dict(where)), "url": url} if len(where) > 1 else url
     if isinstance(where, list | tuple):
         places = [stored_place(place, name) for place in where]
-        if all(isinstance(place, str) for place in places):
+        if not any(isinstance(place, dict) and HIDDEN in place for place in places):
             return places
     return {HIDDEN: name}
 
@@ -406,13 +408,21 @@ def _cached(spec: BatchSpec, backend: Backend) -> Backend:
     return CachingBackend(backend, ResponseStore(cache_file(spec.cache).absolute()))
 
 
-def _check_budget(spec: BatchSpec, prices: Prices | None, model: str | None, backend: str) -> None:
-    if spec.max_cost is not None and prices is None:
-        what = f"{model} at {backend}" if model else f"the model at {backend}"
-        raise SpecError(
-            f"max_cost: no price of {what} is known; give prices={PRICE_FORMS}"
-            " (public providers' prices come with the package genai-prices)"
-        )
+def _check_budget(spec: BatchSpec, prices: Prices | None, model: str | None, backend: Backend) -> None:
+    if prices is not None and prices.per_second and backend.standbys:
+        raise SpecError("prices: gpu_hour counts time, but a standby is paid by the token; give prices per token")
+    if spec.max_cost is None:
+        return
+    package = " (public providers' prices come with the package genai-prices)"
+    if prices is None:
+        what = f"{model} at {backend.name}" if model else f"the model at {backend.name}"
+        raise SpecError(f"max_cost: no price of {what} is known; give prices={PRICE_FORMS}{package}")
+    for name, standby in backend.standbys.items():
+        if standby.prices is None:
+            raise SpecError(
+                f"max_cost: no price of the standby {standby.model} at {name} is known; "
+                f'give "prices" in its entry of backend{package}'
+            )
 
 
 OnUnanswered: TypeAlias = Callable[[BackendError | None, float, float], None]

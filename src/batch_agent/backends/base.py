@@ -19,6 +19,7 @@ from pydantic import JsonValue
 from batch_agent.errors import BackendError, Rejected, SpecError
 from batch_agent.messages import Attachment, Conversation, JsonObject, Message, Reply, ToolCall, ToolSpec, content_text
 from batch_agent.scheduler.engine_load import Load as Load
+from batch_agent.scheduler.server import Standby
 from batch_agent.scheduler.server_state import ServerState
 from batch_agent.value_type import lazy_property
 
@@ -99,6 +100,7 @@ class ModelRequest:
     traceparent: str = ""  # W3C traceparent header; "": not traced
     usual_tokens: int | None = None  # average tokens of this run's answers so far
     seed: int | None = None  # of this request, instead of the seed of its shape
+    standby: Standby | None = None  # that it is sent to, instead of a server with the model of its shape
     heard_at: float = 0.0  # loop time of the latest piece of a streamed answer; 0: none
     # Called when a streamed answer begins.
     on_begin: Callable[[], None] | None = field(default=None, compare=False, repr=False)
@@ -250,6 +252,11 @@ class Backend(ABC):
     @lazy_property
     def _server(self) -> ServerState:
         return ServerState(self.name)
+
+    @property
+    def standbys(self) -> Mapping[str, Standby]:
+        """Return those of its servers that answer only while no other one works, by name."""
+        return {}
 
     def lend(self, server: ServerState) -> None:
         """Set what is known about its only server, for a backend that is not a fleet."""

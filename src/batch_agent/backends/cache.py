@@ -1,8 +1,9 @@
 """CachingBackend wraps any backend: it caches answers on disk and sends identical concurrent requests once.
 
-Only repeatable requests are cached, those at temperature 0 or with a seed; others pass through. The first caller sends
-the request. Callers with the same request meanwhile wait for that answer or error. If the first caller is cancelled,
-another one sends it. So no request outlives its callers, and nothing here starts a task.
+Only repeatable requests are cached, those at temperature 0 or with a seed; others pass through, and so do those to a
+standby, which has another model. The first caller sends the request. Callers with the same request meanwhile wait for
+that answer or error. If the first caller is cancelled, another one sends it. So no request outlives its callers, and
+nothing here starts a task.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ class CachingBackend(ForwardingBackend):
 
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
         shape = request.shape
-        if not repeatable(shape.temperature, shape.seed if request.seed is None else request.seed):
+        if request.standby is not None or not repeatable(
+            shape.temperature, shape.seed if request.seed is None else request.seed
+        ):
             return await self.inner.infer(request, on_tool_call)
         key = self._key(request)
         while (asked := self._asked.get(key)) is not None:

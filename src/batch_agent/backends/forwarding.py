@@ -19,6 +19,7 @@ from batch_agent.backends.base import (
     RequestShape,
 )
 from batch_agent.messages import Reply
+from batch_agent.scheduler.server import Standby
 from batch_agent.scheduler.server_state import ServerState
 
 
@@ -74,6 +75,10 @@ class ForwardingBackend(Backend):
     @property
     def servers(self) -> Mapping[str, ServerState]:
         return self.inner.servers
+
+    @property
+    def standbys(self) -> Mapping[str, Standby]:
+        return self.inner.standbys
 
     def lend(self, server: ServerState) -> None:
         self.inner.lend(server)

@@ -37,7 +37,7 @@ from batch_agent.scheduler.core import Scheduler, Slot, Ticket
 from batch_agent.scheduler.numbers import N
 from batch_agent.scheduler.ordering import LAST, AgentForecast
 from batch_agent.scheduler.retry import retry_delay
-from batch_agent.scheduler.server import Endpoint
+from batch_agent.scheduler.server import Endpoint, Standby
 from batch_agent.scheduler.server_state import ServerState, Terms
 
 if TYPE_CHECKING:
@@ -139,6 +139,7 @@ class Dispatcher:
         on_control: OnControl = lambda endpoint, seconds, usage, cost, error: None,
     ) -> None:
         self.backend = backend
+        self._standbys = backend.standbys if isinstance(backend, Backend) else {}
         self.terms = Terms(max_inflight) if terms is None else terms
         endpoints = [self._endpoint(name, server) for name, server in (servers or {}).items()]
         self.scheduler = Scheduler(max_inflight, max_agents, endpoints or [Endpoint(None, self.terms)])
@@ -169,7 +170,7 @@ class Dispatcher:
         self._cut_off = ""  # why they were
 
     def _endpoint(self, name: str, server: ServerState) -> Endpoint:
-        return Endpoint(server.lent_to(get_ident()), self.terms_of(server), name)
+        return Endpoint(server.lent_to(get_ident()), self.terms_of(server), name, self._standbys.get(name))
 
     def terms_of(self, server: ServerState) -> Terms:
         """Return the terms for the server. Its own concurrency limit is kept unless the user set one."""
@@ -199,6 +200,8 @@ class Dispatcher:
             if slot is None or self.slots.stopped:
                 patient = policy.wait_out and (policy.wait_until is None or slot is not None)
                 slot = await (self.slots.hold(ticket) if patient else self._hold(ticket, policy))
+            if request is not None:
+                request.standby = slot.endpoint.standby
             if spending is not None and not (spending.is_free and slot.endpoint.server.rates is None):
                 call = await self.reserve(slot, request)
             sent, attempts = clock(), attempts + 1
@@ -211,7 +214,8 @@ class Dispatcher:
                 else:
                     reply = await hedged(self, question, slot, policy)
                 if spending is not None:
-                    cost = spending.settle(call, request, reply.usage, reply.saved is not None)
+                    by = self._answered_by(request, reply)
+                    cost = spending.settle(call, request, reply.usage, reply.saved is not None, by)
             except BackendError as failure:
                 error, queued = failure, clock()
                 seconds = queued - sent
@@ -248,6 +252,16 @@ class Dispatcher:
                 raise error
             drop_frames(error)
             await self.slots.again(slot, delay)
+
+    def _answered_by(self, request: ModelRequest | None, reply: Reply) -> Standby | None:
+        """Return the standby that gave this answer: a second request may have been answered elsewhere than the first
+        would have been."""
+        if not reply.answered_by:
+            return None
+        given = None if request is None else request.standby
+        if given is not None and given.model == reply.answered_by:
+            return given
+        return next(each for each in self._standbys.values() if each.model == reply.answered_by)
 
     async def _ask_control(self, call: ControlCall, ticket: Ticket) -> Reply:
         """Send a control request."""

@@ -311,6 +311,8 @@ class EndpointMonitor:
         self.decisions.wake()
         self.arm(endpoint)
         endpoint.tell_others()
+        if self._scheduler.standbys:
+            self._pump()
 
     def _came_up(self, endpoint: Endpoint, now: float, was_slow: bool) -> None:
         for other in self.flights.at(endpoint):
@@ -339,8 +341,10 @@ class EndpointMonitor:
             self._unreachable.append(endpoint)
         endpoint.given_up = why
         self.controls.stop(endpoint)
+        # A standby that is idle now does not help: all servers refuse, and none was down before.
+        is_last = all(not other.is_usable for other in self._all)
         self._scheduler.touch(endpoint)
-        if all(other.given_up or other.leaving for other in self._all):
+        if is_last:
             self._on_over(ended, why)
         self.decisions.wake()
 

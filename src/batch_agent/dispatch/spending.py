@@ -42,6 +42,7 @@ from batch_agent.scheduler.budget import (
     TimeShare,
 )
 from batch_agent.scheduler.row_budget import RowBudget, StageRows
+from batch_agent.scheduler.server import Standby
 from batch_agent.spec import BatchSpec
 
 TICK = 1.0  # seconds between two records of running time
@@ -133,7 +134,7 @@ class Spending(Account):
         """Return tokens and $ spent since the start; None if no price is known."""
         if self._per_second:
             return self._tokens, self._seconds() * self._per_second
-        return self._tokens, None if self._prices is None else self._cost
+        return self._tokens, None if self._prices is None and not self._cost else self._cost
 
     def counted(self, statistics: Statistics, *, whole: bool) -> Statistics:
         """Return the statistics of the ``whole`` run with the cost of running time, and with what earlier sessions have
@@ -343,14 +344,18 @@ class Spending(Account):
         """Return a reservation if the request need not wait; None: use ``reserve``."""
         if self._counting or self.time_is_up or self._per_second:
             return None
-        prices = self._prices_of.get(request.shape, self._prices)
-        return Call(self, prices, request, self._sizes.measure(request))
+        return Call(self, self._prices_for(request), request, self._sizes.measure(request))
+
+    def _prices_for(self, request: ModelRequest) -> Prices | None:
+        """Return the prices of the model that the request is sent to."""
+        if request.standby is not None:
+            return request.standby.prices
+        return self._prices_of.get(request.shape, self._prices)
 
     async def reserve(self, request: ModelRequest, *, bought: bool = False) -> Call:
         """Wait until the request fits the budget. Raises Interrupted if it never will. ``bought``: an earlier session
         paid for the answer, and its ledger contains it."""
-        prices = self._prices_of.get(request.shape, self._prices)
-        call = Call(self, prices, request, self._sizes.measure(request), bought=bought)
+        call = Call(self, self._prices_for(request), request, self._sizes.measure(request), bought=bought)
         if self._counting and not bought:
             await self._wait(call)
         elif self.time_is_up:
@@ -360,15 +365,26 @@ class Spending(Account):
         return call
 
     def settle(
-        self, call: Call | None, request: ModelRequest | None, usage: Usage, cached: bool = False
+        self,
+        call: Call | None,
+        request: ModelRequest | None,
+        usage: Usage,
+        cached: bool = False,
+        standby: Standby | None = None,
     ) -> float | None:
-        """Settle an answered request, with its reservation; None: nothing is limited, and it is only counted. Returns
-        its cost in $, if known."""
+        """Settle an answered request, with its reservation; None: nothing is limited, and it is only counted.
+        ``standby``: that answered it. Returns its cost in $, if known."""
         if call is not None:
+            if call.request.standby is not standby:  # its second request was answered
+                call.request.standby = standby
+                call.prices = self._prices_for(call.request)
             return self._settle(call, usage, cached)
         if request is None:
             return None
-        prices = self._prices_of.get(request.shape, self._prices) if self._has_prices else None
+        if standby is not None:
+            prices = standby.prices
+        else:
+            prices = self._prices_of.get(request.shape, self._prices) if self._has_prices else None
         cost = None if prices is None else prices.cost(usage)
         answer, prompt, known = usage.completion_tokens, usage.prompt_tokens, self._estimator
         self._tokens += max(prompt, usage.cached_tokens + usage.cache_write_tokens) + answer
@@ -403,7 +419,7 @@ class Spending(Account):
         """Settle a failed or cancelled call. A call that was refused, never arrived, or that another request paid for
         costs nothing. In all other cases the cost is mostly unknown, and the reservation counts as spent."""
         if error is not None and error.usage is not None:
-            return self.settle(call, request, error.usage)
+            return self.settle(call, request, error.usage, standby=None if request is None else request.standby)
         if call is None:
             return None
         free = error is not None and (error.status is not None or error.unreached or error.paid_elsewhere)

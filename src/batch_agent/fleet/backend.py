@@ -5,6 +5,9 @@ owns its servers. They share one transport, are entered on first use, join and l
 that changes), and their slots are shared by all runs that use them.
 
 The fleet has a capability only if every server has it: a run builds its requests once for all of them.
+
+A standby is a server with a model of its own, which is asked only while all other servers are down. Its requests are
+those of the run with another model, and its replies name that model.
 """
 
 from __future__ import annotations
@@ -15,10 +18,11 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import parse_qsl, unquote
+from weakref import WeakKeyDictionary
 
 from batch_agent.backends.address import Address
 from batch_agent.backends.base import (
@@ -34,10 +38,12 @@ from batch_agent.backends.base import (
     total_inflight,
 )
 from batch_agent.backends.registry import open_backend
+from batch_agent.compiler.prices import find_prices
 from batch_agent.errors import BackendError, SpecError, Unavailable
 from batch_agent.fleet.hostfile import AgentEndpoint, Hostfile, Select, Traits, changes, free_name
 from batch_agent.http.transport import Transport
 from batch_agent.messages import Reply
+from batch_agent.scheduler.server import Standby
 from batch_agent.scheduler.server_state import ServerState
 
 
@@ -85,16 +91,20 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
 
 logger = logging.getLogger("batch_agent")
 
+MOST_NAMED = 5  # models in a warning
 ASK_SECONDS = 2.0  # for the other servers to list their models, once one of them has
 INSIDE = ("vllm", "sglang", "dynamo", "http")  # schemes of servers inside the cluster, never reached through a proxy
 TRAITS = tuple(each.name for each in fields(Traits))
+STANDBY = ("when", "prices")  # what only a standby has
+UNREACHABLE = "unreachable"  # the only value of ``when``
 
 Given = str | AgentEndpoint | Mapping[str, object] | Backend
 
 
 class Fleet(Backend):
     """``endpoints`` are URLs, hostfile lines, mappings with a ``url`` (and ``api_key``, ``headers``, ``model``,
-    ``context``, ``weight``), or Backends. ``api_key`` and ``headers`` apply to endpoints without their own."""
+    ``context``, ``weight``), or Backends. ``api_key`` and ``headers`` apply to endpoints without their own. A mapping
+    with ``when`` is a standby, and may have ``prices``."""
 
     def __init__(
         self,
@@ -120,6 +130,8 @@ class Fleet(Backend):
             self._register(self._make(given))
         if not self._servers:
             raise SpecError("a fleet needs at least one endpoint")
+        if not self._primaries:
+            raise SpecError("every endpoint of the fleet is a standby: give at least one without when=")
         places = [server.name.partition("://")[2] for server in self._servers.values()]
         shown = places if len(places) <= 3 else [*places[:2], f"{len(places) - 2} more"]
         self._name = name or f"fleet://{','.join(shown)}"
@@ -159,8 +171,9 @@ class Fleet(Backend):
 
     @property
     def wires(self) -> frozenset[str]:
-        """Return the wires that all of its servers accept."""
-        wires = [server.backend.wires for server in self._present]
+        """Return the wires that all of its servers accept. A standby accepts none: a client's own request has the model
+        that the client asks for."""
+        wires = [server.backend.wires if server.standby is None else frozenset[str]() for server in self._present]
         return frozenset.intersection(*wires) if wires else frozenset()
 
     @property
@@ -186,8 +199,16 @@ class Fleet(Backend):
         return [server for server in self._servers.values() if not server.leaving]
 
     @property
+    def _primaries(self) -> list[FleetServer]:
+        return [server for server in self._present if server.standby is None]
+
+    @property
     def servers(self) -> Mapping[str, ServerState]:
         return {server.name: server.known for server in self._present}
+
+    @property
+    def standbys(self) -> Mapping[str, Standby]:
+        return {server.name: server.standby for server in self._present if server.standby is not None}
 
     def add(
         self, url: Given, *, model: str | None = None, context: int | None = None, weight: float | None = None
@@ -205,7 +226,7 @@ class Fleet(Backend):
         gone = [server for server in self._present if url in (server.address, server.name)]
         if not gone:
             raise SpecError(f"the fleet has no endpoint {url.rpartition('@')[2]!r}")
-        if len(gone) == len(self._present):
+        if all(server in gone for server in self._primaries):
             raise SpecError("the last endpoint of a fleet cannot be removed: add another one first")
         self._remove(gone)
         self._tell()
@@ -222,12 +243,17 @@ class Fleet(Backend):
             what = type(given).__name__
             raise SpecError(f"a {what} cannot be an endpoint of a fleet: give the URL of a server")
         key, transport, address = None, self._outside, ""
+        condition: dict[str, object] = {}
         if isinstance(given, Mapping):
             address = str(given.get("url"))
             tags = {**{name: value for name, value in given.items() if name in TRAITS}, **tags}
-            own = {name: value for name, value in given.items() if name not in TRAITS}
-            given = {"headers": self._headers, **own}
-            key = None if own.get("api_key") else self._api_key
+            own = {name: value for name, value in given.items() if name not in (*TRAITS, *STANDBY)}
+            condition = {name: given[name] for name in STANDBY if name in given}
+            if condition:  # it is another provider's, which must not see the key of the others
+                given = own
+            else:
+                given = {"headers": self._headers, **own}
+                key = None if own.get("api_key") else self._api_key
             scheme = address.partition("://")[0].lower()
             if scheme == "fleet":
                 raise SpecError("a fleet cannot contain a fleet: list its endpoints")
@@ -237,9 +263,12 @@ class Fleet(Backend):
         )
         try:
             read = Traits.read(tags)
+            standby = _standby(condition, read.model, backend)
         except ValueError as error:
             raise SpecError(f"{backend.name}: {error}") from None
-        return FleetServer(address or backend.name, backend.name, backend, read)
+        if standby is not None:
+            read = replace(read, model=None)  # it answers with its own, whichever is asked
+        return FleetServer(address or backend.name, backend.name, backend, read, standby)
 
     def _register(self, server: FleetServer) -> None:
         """Add the server under a unique name: in-process engines share one, and a removed server may still work."""
@@ -323,12 +352,12 @@ class Fleet(Backend):
         self._loop.release()
 
     def check(self, shape: RequestShape) -> None:
-        kinds = {type(server.backend): server.backend for server in self._present}
-        for backend in kinds.values():
-            backend.check(shape)
+        kinds = {type(server.backend): server for server in self._present}
+        for server in kinds.values():
+            server.backend.check(server.shape(shape))
 
     def answer_limit(self, shape: RequestShape) -> int | None:
-        limits = [server.backend.answer_limit(shape) for server in self._present]
+        limits = [server.backend.answer_limit(server.shape(shape)) for server in self._present]
         return None if None in limits else max(filter(None, limits), default=None)
 
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
@@ -337,7 +366,7 @@ class Fleet(Backend):
         # Without a granted endpoint: the least busy one, and the next if it is unreachable.
         serving = [server for server in self._present if server.serves(request.shape.model)] or self._present
         error: BackendError = Unavailable(f"{self.name} has no server")
-        for server in sorted(serving, key=lambda server: server.inflight / server.traits.weight):
+        for server in sorted(serving, key=lambda each: (each.standby is not None, each.inflight / each.traits.weight)):
             try:
                 return await self._infer(server, request, on_tool_call)
             except BackendError as failure:
@@ -356,7 +385,10 @@ class Fleet(Backend):
         server.inflight += 1
         try:
             await self._enter(server)
-            return await server.backend.infer(request, on_tool_call)
+            if (standby := server.standby) is None:
+                return await server.backend.infer(request, on_tool_call)
+            reply = await server.backend.infer(_ForStandby(request, server.shape(request.shape)), on_tool_call)
+            return replace(reply, answered_by=standby.model)
         finally:
             server.inflight -= 1
             if server.leaving and not server.inflight:
@@ -364,6 +396,7 @@ class Fleet(Backend):
 
     async def models(self) -> list[str]:
         """Return the models of all servers, without servers that take much longer than the first to answer."""
+        await self._try_standbys()
         answers = await self.survey()
         if not any(isinstance(answer, list) for answer in answers.values()):
             raise next(answer for answer in answers.values() if isinstance(answer, BackendError))
@@ -371,12 +404,27 @@ class Fleet(Backend):
         return list(dict.fromkeys(name for answer in answers.values() if isinstance(answer, list) for name in answer))
 
     async def locate(self, model: str) -> None:
-        unknown = [server for server in self._present if server.models is None]
+        await self._try_standbys()
+        unknown = [server for server in self._primaries if server.models is None]
         if unknown:
             with suppress(TimeoutError):
                 async with asyncio.timeout(ASK_SECONDS):
                     await self.survey(unknown)
             self._tell()
+
+    async def _try_standbys(self) -> None:
+        """Warn about standbys that would not answer: else nobody notices before they are needed. A free request."""
+        standbys = [server for server in self._present if server.standby is not None]
+        if not standbys:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ASK_SECONDS):
+                for name, answer in (await self.survey(standbys)).items():
+                    standby, why = self.standbys[name], str(answer) if isinstance(answer, BackendError) else ""
+                    if isinstance(answer, list) and answer and standby.model not in answer:
+                        why = f"it lists {', '.join(answer[:MOST_NAMED])}{', …' if len(answer) > MOST_NAMED else ''}"
+                    if why:
+                        logger.warning("the standby %s at %s would not answer now: %s", standby.model, name, why)
 
     async def survey(self, servers: Sequence[FleetServer] | None = None) -> dict[str, list[str] | BackendError]:
         """Return each server's models, or its error; a server that is much slower than the first is left out."""
@@ -391,7 +439,7 @@ class Fleet(Backend):
                 answers[server.name] = error
 
         self._loop.bind()
-        asked = self._present if servers is None else servers
+        asked = self._primaries if servers is None else servers
         tasks = {asyncio.get_running_loop().create_task(ask(server)) for server in asked}
         try:
             pending = tasks
@@ -423,7 +471,7 @@ class Fleet(Backend):
                 await self._enter(server)
                 await server.backend.facts(model)
 
-        await asyncio.gather(*map(learn, self._present))
+        await asyncio.gather(*map(learn, self._primaries))
         return Facts()
 
     async def load(self, endpoint: str = "") -> Load | None:
@@ -467,6 +515,50 @@ def from_address(address: Address) -> Fleet:
     )
 
 
+def _standby(given: Mapping[str, object], model: str | None, backend: Backend) -> Standby | None:
+    """Return the standby that an endpoint is; None if it is none. Raises ValueError for invalid input."""
+    if not given:
+        return None
+    if "when" not in given:
+        raise ValueError(f'prices are for a standby, with "when": "{UNREACHABLE}"; for others give the option prices')
+    if given["when"] != UNREACHABLE:
+        raise ValueError(f'when is {given["when"]!r}; the only condition is "{UNREACHABLE}"')
+    if model is None:
+        raise ValueError("a standby needs the model that answers there: give its model")
+    if backend.capabilities.patient:
+        raise ValueError("a batch API cannot be a standby: its answers take hours")
+    prices = given.get("prices")
+    if not isinstance(prices, Mapping | None):
+        raise ValueError("prices is not a mapping of names to numbers")
+    found = find_prices(prices, model=model, backend=backend.name)
+    if found is not None and found.per_second:
+        raise ValueError("a standby is paid by the token: its prices are those of input and output")
+    if found is not None and prices is None:
+        found = found if backend.capabilities.price == 1.0 else found.times(backend.capabilities.price)
+    return Standby(model, found)
+
+
+class _ForStandby(ModelRequest):
+    """A request with another shape. When its answer was last heard is noted in the original."""
+
+    __slots__ = ("_original",)
+
+    def __init__(self, original: ModelRequest, shape: RequestShape) -> None:
+        self._original = original
+        for each in fields(ModelRequest):
+            if each.name != "heard_at":
+                setattr(self, each.name, getattr(original, each.name))
+        self.shape = shape
+
+    @property
+    def heard_at(self) -> float:
+        return self._original.heard_at
+
+    @heard_at.setter
+    def heard_at(self, at: float) -> None:
+        self._original.heard_at = at
+
+
 @dataclass(slots=True, eq=False)
 class FleetServer:
     """``address`` is as the user gave it; ``name`` is unique in the fleet. The backend is entered on first use."""
@@ -475,20 +567,33 @@ class FleetServer:
     name: str
     backend: Backend
     traits: Traits = field(default_factory=Traits)
+    standby: Standby | None = None
     found: frozenset[str] | None = None  # the models that the server lists; None: unknown
     inflight: int = 0
     leaving: bool = False
     entered: bool = False
     _entering: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _shapes: WeakKeyDictionary[RequestShape, RequestShape] = field(default_factory=WeakKeyDictionary)
 
     @property
     def models(self) -> frozenset[str] | None:
+        if self.standby is not None:
+            return None  # it takes the requests for every model
         return self.found if self.traits.model is None else frozenset({self.traits.model})
 
     @property
     def known(self) -> ServerState:
         """Return what is known about the server, with the traits given to the fleet."""
-        return self.traits.apply(self.backend.servers[""], self.backend.capabilities.default_inflight, self.found)
+        found = None if self.standby is not None else self.found
+        return self.traits.apply(self.backend.servers[""], self.backend.capabilities.default_inflight, found)
+
+    def shape(self, asked: RequestShape) -> RequestShape:
+        """Return the shape of the requests that are sent here."""
+        if self.standby is None:
+            return asked
+        if asked not in self._shapes:
+            self._shapes[asked] = replace(asked, model=self.standby.model)
+        return self._shapes[asked]
 
     def serves(self, model: str) -> bool:
         return not model or self.models is None or model in self.models

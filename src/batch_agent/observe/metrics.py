@@ -109,6 +109,7 @@ class Metrics(TypedSink):
         self._agents: dict[tuple[str, int], LiveAgent] = {}  # by run and row
         self._started = self._done = self._ok = self._resumed = self._interrupted = 0
         self._failures: dict[str, int] = {}
+        self._answered_by: dict[str, int] = {}
         self._running = self._peak_running = 0
         self._running_seconds = self._waiting_seconds = 0.0  # of all agents
         self._turns = self._retries = self._controls = 0
@@ -202,6 +203,7 @@ class Metrics(TypedSink):
             interrupted=self._interrupted,
             resumed=self._resumed,
             failures=dict(self._failures),
+            answered_by=dict(self._answered_by),
             running=states[_RUNNING],
             waiting_on_tools=states[_WAITING],
             backing_off=states[_BACKING_OFF],
@@ -466,6 +468,8 @@ class Metrics(TypedSink):
             self._failures[error.type] = self._failures.get(error.type, 0) + 1
             self._remember(row.index, row.job_id, error.type, error.message, retried=False)
         self._done += 1
+        if (name := row.answered_by) is not None:
+            self._answered_by[name] = self._answered_by.get(name, 0) + 1
         if row.resumed:
             self._resumed += 1
         else:

@@ -11,14 +11,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Final, cast
 
 from batch_agent.messages import JsonObject
 from batch_agent.observe.statistics import Statistics
-from batch_agent.observe.text import amount, clock, dollars, duration, harmless
+from batch_agent.observe.text import amount, clock, dollars, duration, harmless, rows
 from batch_agent.observe.text import rate as rate_text
 from batch_agent.record.reader import RunSnapshot
 from batch_agent.record.rundir import stage_names
@@ -26,13 +27,14 @@ from batch_agent.record.rundir import stage_names
 ALIVE = ("starting", "running", "paused", "draining")
 WORKING = ("running", "paused", "draining")
 UNPRICED: Final = "price unknown"
+IDLE, STANDING_IN = "standby", "standing in"  # states of a standby, while other servers work and while none does
 
 
 @dataclass(frozen=True, slots=True)
 class ShownNumbers:
-    """``models`` are those of all stages. ``rate`` is in rows per second; 0 if the end of the latest session is not
-    recorded. ``session`` has the tokens and $ of that session, if they are known. ``blocked_since`` is a wall-clock
-    time."""
+    """``models`` are those of all stages; ``answered_by`` counts the finished rows by the model that answered them, in
+    a run with a standby. ``rate`` is in rows per second; 0 if the end of the latest session is not recorded.
+    ``session`` has the tokens and $ of that session, if they are known. ``blocked_since`` is a wall-clock time."""
 
     state: str = ""
     total: int | None = None
@@ -46,6 +48,7 @@ class ShownNumbers:
     session: tuple[int, float | None] | None = None
     sessions: int = 1
     models: tuple[str, ...] = ()
+    answered_by: Mapping[str, int] = field(default_factory=dict)
     degraded: str = ""
     blocked: str = ""
     blocked_since: float = 0.0
@@ -121,6 +124,7 @@ class ShownNumbers:
             "cost": None if self.cost is None else round(self.cost, 9),
             "cost_is_minimum": self.at_least,
             "cost_per_row": self.cost_per_row,
+            "answered_by": dict(self.answered_by),
         }
 
 
@@ -134,15 +138,22 @@ def cost_words(cost: float, *, at_least: bool) -> str:
     return f"at least {dollars(cost)}" if at_least else dollars(cost)
 
 
+def answered_words(counts: Mapping[str, int]) -> str:
+    """Return how many rows each model has answered; "" without a standby."""
+    return ", ".join(f"{rows(count)} by {harmless(name)}" for name, count in counts.items())
+
+
 def degraded_words(endpoints: Iterable[tuple[str, str, str]]) -> str:
     """Return which servers are down while others work; "" if none is, or if all are. ``endpoints`` are names, states
-    and reasons."""
-    known = list(endpoints)
+    (``endpoint_state``) and reasons."""
+    known = [each for each in endpoints if each[1] != IDLE]
     down = [(name, reason) for name, state, reason in known if state in ("down", "given up")]
     if not down or len(down) == len(known):
         return ""
     name, reason = down[0]
-    return f"{len(down)} of {len(known)} servers down: {harmless(name)}" + (f": {harmless(reason)}" if reason else "")
+    words = f"{len(down)} of {len(known)} servers down: {harmless(name)}" + (f": {harmless(reason)}" if reason else "")
+    standby = next((harmless(name) for name, state, _ in known if state == STANDING_IN), "")
+    return words + (f"; the standby {standby} answers meanwhile" if standby else "")
 
 
 def of_statistics(
@@ -167,6 +178,7 @@ def of_statistics(
         session=(used, now.cost),
         sessions=2 if now.earlier_tokens else 1,
         models=(now.model,) if now.model else (),
+        answered_by=now.answered_by,
         degraded=degraded_words(endpoints),
     )
 
@@ -180,7 +192,8 @@ def of_record(view: RunSnapshot) -> ShownNumbers:
         state = "paused" if facts.get("paused") else "draining" if drains else state
     tokens, cost = now.tokens, now.cost
     priced = [part.latest.cost is not None for part in parts.values() if part.latest.tokens]
-    at_least = cost is not None and not all(priced)
+    unpriced = any(part.facts.get("unpriced") for part in parts.values())  # that of the model beside a standby
+    at_least = cost is not None and (unpriced or not all(priced))
     session: tuple[int, float | None] | None = None
     summary = view.summary if facts.get("ended") and state not in ALIVE else None
     known = None if summary is None else summary.get("all_sessions")
@@ -209,6 +222,7 @@ def of_record(view: RunSnapshot) -> ShownNumbers:
         session=session,
         sessions=max(1, view.sessions),
         models=_models(view),
+        answered_by=_answered_by(view),
         degraded=degraded,
         blocked=str(trouble) if is_blocked and not degraded else "",
         blocked_since=float(cast(float, since)) if is_blocked else 0.0,
@@ -221,6 +235,15 @@ def _models(view: RunSnapshot) -> tuple[str, ...]:
     models = dict.fromkeys(str(part.facts["model"]) for part in parts if part.facts.get("model"))
     own = view.facts.get("model")
     return tuple(models) or ((str(own),) if own else ())
+
+
+def _answered_by(view: RunSnapshot) -> Counter[str]:
+    """Return the finished rows of all parts by the model that answered them."""
+    counts = Counter[str]()
+    for part in view.parts.values():
+        if isinstance(known := part.facts.get("answered_by"), dict):
+            counts.update(cast("dict[str, int]", known))
+    return counts
 
 
 def _seconds(view: RunSnapshot) -> float | None:

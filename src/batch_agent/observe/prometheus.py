@@ -188,6 +188,13 @@ def totals(now: Statistics) -> list[Family]:
     begin_at_zero(failures, JobError)
     for error_type, failed in now.failures.items():
         failures.add(failed, error_type)
+    answered = Counter(
+        "batch_agent_rows_answered_total",
+        "Rows with a result by the model that answered, in a run with a standby.",
+        ("model",),
+    )
+    for name, count in now.answered_by.items():
+        answered.add(count, name)
     tokens = Counter(
         "batch_agent_tokens_total",
         "Tokens of this session by kind. The kinds do not overlap: input is neither cached nor written to a cache, "
@@ -210,6 +217,7 @@ def totals(now: Statistics) -> list[Family]:
         rows.add(now.ok, "ok").add(now.failed, "failed"),
         resumed.add(now.resumed),
         failures,
+        *([answered] if now.answered_by else []),
         tokens,
         saved.add(now.saved.prompt_tokens + now.saved.completion_tokens),
         cost.add(now.cost or 0.0),
@@ -249,10 +257,12 @@ def endpoint_gauges(endpoints: Iterable[tuple[str, Endpoint]]) -> list[Family]:
     """Return the requests in flight, the limit and the health of each endpoint."""
     inflight = Gauge("batch_agent_endpoint_in_flight", "Requests in flight at an endpoint.", ("endpoint",))
     limit = Gauge("batch_agent_endpoint_limit", "Requests that may be in flight at an endpoint.", ("endpoint",))
-    up = Gauge("batch_agent_endpoint_up", "1 if the endpoint gets requests, 0 if it is down.", ("endpoint",))
+    about = "1 if the endpoint gets requests or is an idle standby, 0 if it is down."
+    up = Gauge("batch_agent_endpoint_up", about, ("endpoint",))
     for name, endpoint in endpoints:
         inflight.set(endpoint.inflight, name)
-        up.set(float(endpoint.is_working), name)
+        idle = endpoint.is_idle and not (endpoint.given_up or endpoint.leaving or endpoint.health.is_down)
+        up.set(float(endpoint.is_working or idle), name)
         if endpoint.capacity.limit is not None:
             limit.set(endpoint.capacity.limit, name)
     return [inflight, limit, up]

@@ -82,6 +82,7 @@ class Statistics:
     interrupted: int = 0  # started, but unfinished when the run ended: they have not failed
     resumed: int = 0  # part of the finished rows: from the record of an earlier session
     failures: Mapping[str, int] = field(default_factory=dict)  # by AgentError.type
+    answered_by: Mapping[str, int] = field(default_factory=dict)  # finished rows by the model that answered them
     running: int = 0
     waiting_on_tools: int = 0
     backing_off: int = 0

@@ -8,7 +8,7 @@ from itertools import islice
 
 from batch_agent.messages import JsonObject
 from batch_agent.observe.metrics import Clock
-from batch_agent.observe.numbers import all_sessions_json, of_statistics
+from batch_agent.observe.numbers import IDLE, STANDING_IN, all_sessions_json, of_statistics
 from batch_agent.observe.statistics import Statistics
 from batch_agent.observe.summary import cache_json, usage_json
 from batch_agent.record.timeline import SAMPLE, Line
@@ -75,6 +75,7 @@ def status_json(
         "tokens": usage_json(now.usage),
         "cost": None if now.cost is None else round(now.cost, 9),
         "all_sessions": all_sessions_json(numbers),
+        "answered_by": dict(now.answered_by),
         "budget": {name: value for name in LIMITS if (value := getattr(spec, name)) is not None},
         "cache_hits": now.cache_hits,
         "max_inflight": slots,
@@ -100,8 +101,19 @@ def health_of(endpoints: Iterable[LabelledEndpoint]) -> Iterator[tuple[str, str,
     """Yield the name, the state and the failure of each endpoint."""
     for each in endpoints:
         health, given_up = each.endpoint.health, each.endpoint.given_up
-        state = "given up" if given_up else "down" if health.is_down else health.state
+        state = "down" if health.is_down and not (given_up or each.endpoint.is_idle) else endpoint_state(each.endpoint)
         yield each.address, state, given_up or (health.reason if health.is_down else "")
+
+
+def endpoint_state(endpoint: Endpoint) -> str:
+    """Return the state of an endpoint in one word or two."""
+    if endpoint.given_up:
+        return "given up"
+    if endpoint.leaving:
+        return "leaving"
+    if endpoint.is_idle:
+        return IDLE
+    return STANDING_IN if endpoint.standby is not None and not endpoint.health.is_down else endpoint.health.state
 
 
 def _endpoint(labelled: LabelledEndpoint, clock: Clock) -> JsonObject:
@@ -109,10 +121,10 @@ def _endpoint(labelled: LabelledEndpoint, clock: Clock) -> JsonObject:
     health = endpoint.health
     return {
         "name": labelled.address,
-        "model": labelled.model or None,
+        "model": (labelled.model or None) if endpoint.standby is None else endpoint.standby.model,
         "inflight": endpoint.inflight,
         "limit": endpoint.capacity.limit,
-        "state": "given up" if endpoint.given_up else "leaving" if endpoint.leaving else health.state,
+        "state": endpoint_state(endpoint),
         "reason": endpoint.given_up or (health.reason if health.is_down else "") or None,
         "why": [_reason(reason, clock) for reason in endpoint.server.why()],
         "history": [_reason(reason, clock) for reason in list(endpoint.server.past)[-EARLIER:]],

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from batch_agent.events import CacheRead
 from batch_agent.messages import JsonObject, Usage
-from batch_agent.observe.numbers import ShownNumbers, all_sessions_json, of_statistics
+from batch_agent.observe.numbers import ShownNumbers, all_sessions_json, answered_words, of_statistics
 from batch_agent.observe.statistics import Outage, RecentError, RecentResult, Statistics, ToolUse
 from batch_agent.observe.text import amount, clock, counted, dollars, duration, harmless, rate, rows, share
 from batch_agent.tools.execution import ToolStatistics
@@ -56,6 +56,7 @@ def summary_lines(
         shown = statistics.limits[-SHOWN_LIMITS:]
         earlier = "…; " if len(shown) < len(statistics.limits) else ""
         lines += _labelled("limit", [earlier + "; ".join(map(str, shown))])
+    lines += _labelled("answers", [words] if (words := answered_words(statistics.answered_by)) else [])
     lines += _labelled("failed", _failure_lines(statistics))
     lines += _labelled("tokens", [_token_line(statistics)])
     if statistics.kv is not None and (text := _cache_line(statistics.kv)):
@@ -96,6 +97,7 @@ def summary_json(
             "failures": dict(statistics.failures),
             "resumed": statistics.resumed,
         },
+        "answered_by": dict(statistics.answered_by),
         **({"stages": [stage.to_json() for stage in statistics.stages]} if statistics.stages else {}),
         "seconds": round(statistics.elapsed, 3),
         "outage_seconds": round(statistics.outage_seconds, 3),

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from batch_agent.observe.history import sparkline
-from batch_agent.observe.numbers import of_statistics
+from batch_agent.observe.numbers import answered_words, of_statistics
 from batch_agent.observe.statistics import RecentError, Statistics
 from batch_agent.observe.summary import (
     cache,
@@ -220,6 +220,8 @@ def _work_items(statistics: Statistics) -> Iterator[_Item]:
     numbers = of_statistics(statistics)
     if numbers.cost is not None:
         yield "cost", numbers.cost_words + (" in all sessions" if numbers.sessions > 1 else ""), ""
+    if words := answered_words(statistics.answered_by):
+        yield "answers", words, ""
     if statistics.tool_calls:
         counts = f"{statistics.tool_shared:,} shared, {statistics.tool_cached:,} cached"
         yield "tools", f"{counted(statistics.tool_calls, 'call')}, {counts}", ""

@@ -6,6 +6,7 @@ the journal unchanged. Fields are never removed or moved, so every version reads
 
     format 9    kind 12: a call that was to begin did not start
     format 10   the doubts of an answer
+    format 11   the standby that gave an answer
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from batch_agent.record.steps import (
     Step,
 )
 
-FORMAT = 10
+FORMAT = 11
 OLDEST = 8  # the oldest format that is still read
 SLOWLY = b" "  # prefix of a body that orjson can neither write nor read
 FAILED, ENDED, COMPACTED, ASKED, CALL_BEGUN, CALL_ENDED, RESTARTED, CALL_WITHDRAWN = range(5, 13)
@@ -44,7 +45,7 @@ RANKS = {ENDED: 0, FAILED: 2}  # of a row by its last step; 1 is that of a row t
 # Types of the values in each array, in order.
 Form = tuple[type | UnionType, ...]
 NUMBER = int | float
-REPLY: Form = (str, list, list, str, NUMBER | None, str, list | None, list | None, dict)
+REPLY: Form = (str, list, list, str, NUMBER | None, str, list | None, list | None, dict | None, str)
 CALL: Form = (str, str, str)
 USAGE: Form = (int, int, int, int, int)
 SEALED: Form = (str, object)
@@ -139,15 +140,18 @@ def _from_reply(reply: Reply) -> list[object]:
         reply.finish_reason,
         None if reply.saved is None else _from_usage(reply.saved),
     ]
-    if reply.sealed is not None or reply.doubts is not None:
+    later = reply.sealed is not None, reply.doubts is not None, bool(reply.answered_by)
+    if any(later):
         fields.append(None if reply.sealed is None else (reply.sealed.wire, reply.sealed.value))
-    if reply.doubts is not None:
-        fields.append(dict(reply.doubts))
+    if any(later[1:]):
+        fields.append(None if reply.doubts is None else dict(reply.doubts))
+    if any(later[2:]):
+        fields.append(reply.answered_by)
     return fields
 
 
 def _to_reply(array: object) -> Reply:
-    # The last fields may be missing: ``sealed``, ``doubts``, and the ``cache_write_tokens`` of a Usage.
+    # May be missing: the last fields ``sealed``, ``doubts`` and ``answered_by``, the ``cache_write_tokens`` of a Usage.
     text, calls, usage, reasoning, first_token, finish_reason, saved, *later = _read(array, REPLY, least=7)
     sealed = later[0] if later else None
     return Reply(
@@ -159,7 +163,8 @@ def _to_reply(array: object) -> Reply:
         finish_reason,
         None if saved is None else _to_usage(saved),
         None if sealed is None else Sealed(*_read(sealed, SEALED)),
-        doubts=None if len(later) < 2 else _to_doubts(later[1]),
+        doubts=None if len(later) < 2 or later[1] is None else _to_doubts(later[1]),
+        answered_by=later[2] if len(later) > 2 else "",
     )
 
 

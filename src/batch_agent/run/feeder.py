@@ -119,6 +119,8 @@ class Feeder:
         self._hearing = asyncio.Lock()
         self.begun: set[int] = set()  # unfinished rows whose JobStarted the sinks have got
         self.ok = self.failed = self.resumed = 0
+        self._answered_by = Counter[str]()  # rows by the models that answered them, in a run with a standby
+        self._counting: asyncio.TimerHandle | None = None  # until they are recorded
         self.scoring: RunScoring | None = None
         self.pilot: Pilot | None = None
         self._whole: WholeRows | None = None  # if rows keep the keys that they had with their gold
@@ -194,6 +196,16 @@ class Feeder:
             self.tell(trouble=trouble, trouble_since=since if trouble else None)
         self.tell(degraded=degraded or None)
 
+    def _tell_counts(self) -> None:
+        self._counting = None
+        self.tell(**self._counts())
+
+    def _counts(self) -> JsonObject:
+        """Return facts about the answers of a run with a standby."""
+        if not self._answered_by:
+            return {}
+        return {"answered_by": dict(self._answered_by), "unpriced": self._emit.metrics.statistics().unpriced}
+
     def tell(self, **facts: JsonValue) -> None:
         """Record facts about what the run does now, for readers outside."""
         if self._session is not None and any(self.facts.get(name) != value for name, value in facts.items()):
@@ -230,6 +242,8 @@ class Feeder:
         """Write the end of the session, so that workers leave. A cancellation does not interrupt this. Returns its
         error, if it fails."""
         failure, self._ended = None, True
+        if self._counting is not None:
+            self._counting.cancel()
         if self._telling is not None:  # else it could be written after the end
             await to_its_end(self._telling)
         if self._session is not None:
@@ -242,7 +256,7 @@ class Feeder:
             }
             if self.pilot is not None:  # its rows may have been chosen after the session began
                 self.facts["pilot"] = self.pilot.to_json()
-            last = {**self.facts, **facts, "rows": rows}
+            last = {**self.facts, **facts, **self._counts(), "rows": rows}
             failure = await to_its_end(self.store.close_feed(self.session, last, "ended"))
         return failure
 
@@ -583,6 +597,9 @@ class Feeder:
         self.ok += result.ok
         self.failed += not result.ok
         self.resumed += result.resumed
+        if result.answered_by is not None:
+            self._answered_by[result.answered_by] += 1
+            self._counting = self._counting or self._loop.call_later(COUNTED, self._tell_counts)
         if self.scoring is not None:
             self.scoring.took(result)
         self._tell_end(result)

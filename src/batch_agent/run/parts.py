@@ -18,7 +18,7 @@ from typing import cast
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import Interrupted, JobError
 from batch_agent.files.results import plainly, to_json
-from batch_agent.job import AgentError, AgentResult, BaseResult, Job, Timings
+from batch_agent.job import JOINED, AgentError, AgentResult, BaseResult, Job, Timings
 from batch_agent.messages import Usage
 
 NOT_BEGUN = "the run ended before every part of this row was begun"
@@ -47,6 +47,7 @@ class Several(ABC):
     ) -> BaseResult[object]:
         """Return the result of the row: the output and the texts of ``last``, and what all agents have used."""
         costs = [result.cost for result in results if result.cost is not None]
+        models = [name for result in results if result.answered_by for name in result.answered_by.split(JOINED)]
         return BaseResult(
             index=self.job.index,
             job_id=self.job.job_id,
@@ -66,6 +67,7 @@ class Several(ABC):
             resumed=bool(results) and all(result.resumed for result in results),
             chunks=chunks,
             shortened=self.job.shortened,
+            answered_by=JOINED.join(dict.fromkeys(models)) or None,
         )
 
     def _timings(self, results: Sequence[AgentResult[object]]) -> Timings:

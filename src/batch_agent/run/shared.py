@@ -187,6 +187,21 @@ def open_dispatcher(prepared: Prepared, run: str, clock: Clock, emit: Sink, on_h
     def on_control(endpoint: str, seconds: float, usage: Usage, cost: float | None, error: str) -> None:
         emit(ControlFinished(clock(), run, endpoint, seconds, usage, cost, error))
 
+    standing_in, own = False, prepared.model or "the run's model"
+
+    def on_health_told(endpoint: Endpoint, now: float) -> None:
+        nonlocal standing_in
+        on_health(endpoint, now)
+        used = [standby for standby in dispatcher.scheduler.standbys if not standby.is_idle]
+        if standing_in != bool(used):
+            standing_in = bool(used)
+            if used:
+                names = " and ".join(f"{each.standby.model} at {each.name}" for each in used if each.standby)
+                why = endpoint.given_up or endpoint.health.reason
+                logger.warning("every server of %s is down (%s); until one is up, rows go to %s", own, why, names)
+            else:
+                logger.warning("a server of %s is up again, and answers instead of the standby", own)
+
     dispatcher = Dispatcher(
         backend,
         prepared.max_inflight,
@@ -196,7 +211,7 @@ def open_dispatcher(prepared: Prepared, run: str, clock: Clock, emit: Sink, on_h
         max_outage=prepared.spec.max_outage,
         control_requests=prepared.spec.control_requests,
         on_limit=on_limit,
-        on_health=on_health,
+        on_health=on_health_told if backend.standbys else on_health,
         on_control=on_control,
     )
     if backend.capabilities.reports_load:

@@ -138,7 +138,10 @@ class Scheduler:
         self.admission: Admission[Ticket] = Admission(self.forecast)  # by the engine's KV cache
         self.parts = KvParts.of(False)
         self._freed: dict[Endpoint, None] = {}  # endpoints that may have a slot for turns parked there
+        self.standbys = [endpoint for endpoint in self.endpoints if endpoint.standby is not None]
         self._suspect_in_flight: Slot | None = None  # the suspect that runs beside other turns
+        if self.standbys:
+            self._switch_standbys()
 
     def use(self, parts: KvParts) -> None:
         """Set which parts of KV cache scheduling are on. Call it before the first turn."""
@@ -153,6 +156,8 @@ class Scheduler:
 
     def add(self, endpoint: Endpoint) -> None:
         self.endpoints.append(endpoint)
+        if endpoint.standby is not None:
+            self.standbys.append(endpoint)
         self.router.add(endpoint)
         self.touch(self.endpoints[0])  # it may have been the only endpoint, so its state was not tracked
         for gone in [known for known in self.endpoints if known.leaving]:
@@ -168,6 +173,8 @@ class Scheduler:
         if endpoint.inflight or len(self.endpoints) == 1 or endpoint not in self.endpoints:
             return
         self.endpoints.remove(endpoint)
+        if endpoint.standby is not None:
+            self.standbys.remove(endpoint)
         self.router.drop(endpoint)
         self.admission.drop(endpoint)
         self._freed.pop(endpoint, None)
@@ -181,11 +188,22 @@ class Scheduler:
         self.router.touch(endpoint)
         if self._lanes.places:
             self._lanes.touch(endpoint)
-        if not self._parking.parked:
-            return
-        if endpoint in self._parking and not self.router.works(endpoint):
-            self._unpark(endpoint)
-        self._freed[endpoint] = None
+        if self._parking.parked:
+            if endpoint in self._parking and not self.router.works(endpoint):
+                self._unpark(endpoint)
+            self._freed[endpoint] = None
+        if self.standbys and endpoint.standby is None:
+            self._switch_standbys()
+
+    def _switch_standbys(self) -> None:
+        """Use the standbys while no other endpoint works."""
+        idle = self.router.working_primaries > 0
+        for standby in self.standbys:
+            if standby.is_idle != idle:
+                standby.is_idle = idle
+                self.touch(standby)
+                if not idle:
+                    self.rejoin()
 
     @property
     def due(self) -> float:

@@ -72,7 +72,8 @@ class Standing:
 
 class Router:
     def __init__(self, endpoints: Iterable[Endpoint] = ()) -> None:
-        self.working = 0  # number of endpoints that are not down, given up or leaving
+        self.working = 0  # number of endpoints that are not idle, down, given up or leaving
+        self.working_primaries = 0  # of them, those that are no standby
         self.trials: deque[Endpoint] = deque()  # endpoints that are down and worth a trial
         self.prefix = PrefixCost()
         self.usual = 0.0  # seconds per turn, mean of all
@@ -163,6 +164,7 @@ class Router:
             self._down_spare += sign * (0.0 if endpoint.leaving else standing.spare)
             return
         self.working += sign
+        self.working_primaries += sign * (endpoint.standby is None)
         if standing.slots == inf:
             self._endless += sign
             self._endless_spare += sign * (standing.spare > 0)

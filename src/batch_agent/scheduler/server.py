@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from hashlib import blake2b
 from math import inf
 
+from batch_agent.compiler.prices import Prices
 from batch_agent.scheduler.capacity import Capacity
 from batch_agent.scheduler.health import Health
 from batch_agent.scheduler.server_state import ServerState, Terms
@@ -27,6 +29,15 @@ class KnownServers:
         return self._servers.setdefault(place, ServerState(name))
 
 
+@dataclass(frozen=True, slots=True)
+class Standby:
+    """A server that answers with its own ``model`` while no other server works. ``prices`` are those of this model;
+    None: unknown."""
+
+    model: str
+    prices: Prices | None = None
+
+
 def _never() -> bool:
     return False
 
@@ -35,13 +46,21 @@ class Endpoint:
     """``is_hungry`` returns whether its dispatcher waits for a slot. ``on_change`` is called when another dispatcher
     has changed the state of the server."""
 
-    def __init__(self, server: ServerState | None = None, terms: Terms | None = None, name: str = "") -> None:
+    def __init__(
+        self,
+        server: ServerState | None = None,
+        terms: Terms | None = None,
+        name: str = "",
+        standby: Standby | None = None,
+    ) -> None:
         self.server = ServerState() if server is None else server
         self.name = name  # the backend's name for it
         self.inflight = 0
         self.allotted: int | None = None  # slots that this worker of the run may use; None: all of them
         self.given_up = ""  # reason why it gets no more requests of this dispatcher
         self.leaving = False  # it gets no more requests, and is removed after its last answer
+        self.standby = standby
+        self.is_idle = standby is not None  # a standby that gets no requests, because another endpoint works
         self.is_hungry: Callable[[], bool] = _never
         self.on_change: Callable[[Endpoint], None] | None = None
         self.server.join(self, Terms() if terms is None else terms)
@@ -60,7 +79,7 @@ class Endpoint:
     def has_slot(self, now: float) -> bool:
         """Return whether a request may be sent to it now."""
         server = self.server
-        if self.given_up or self.leaving or now < server.held_until:
+        if not self.is_usable or now < server.held_until:
             return False
         if server.rates is not None and server.rates.free_at(now) > now:
             return False
@@ -73,7 +92,7 @@ class Endpoint:
     def takes_control(self, now: float) -> bool:
         """Return whether a control request may be sent to it now."""
         server, health = self.server, self.health
-        if self.given_up or self.leaving or now < server.held_until or health.state == "on trial":
+        if not self.is_usable or now < server.held_until or health.state == "on trial":
             return False
         if health.state == "down" and not (health.ready or now >= health.next_trial):
             return False
@@ -83,7 +102,7 @@ class Endpoint:
     def spare(self) -> float:
         """Number of slots that would stay idle. If the endpoint is down: 1, for the next trial."""
         health = self.health
-        if self.given_up or self.leaving or self.server.held_until or health.state == "on trial" or health.in_doubt:
+        if not self.is_usable or self.server.held_until or health.state == "on trial" or health.in_doubt:
             return 0
         if health.state == "down":
             return 1
@@ -95,11 +114,16 @@ class Endpoint:
     @property
     def slots(self) -> int | None:
         """Total slots while it is healthy; None means unlimited."""
-        return 0 if self.given_up or self.leaving or self.health.is_down else self.server.share(self)
+        return self.server.share(self) if self.is_working else 0
+
+    @property
+    def is_usable(self) -> bool:
+        """Return whether it may get requests as soon as it is up."""
+        return not (self.given_up or self.leaving or self.is_idle)
 
     @property
     def is_working(self) -> bool:
-        return not (self.given_up or self.leaving or self.health.is_down)
+        return self.is_usable and not self.health.is_down
 
     def take(self, now: float, backing_off: int = 0) -> bool:
         """Count a request that is sent. Returns True if it is a trial. ``backing_off``: requests that want a slot again

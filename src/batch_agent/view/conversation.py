@@ -82,6 +82,7 @@ def _turn(number: int, turn: PastTurn, before: Spent, after: object, spans: Sequ
         "calls": [_call(turn, place, tools) for place in range(len(reply.tool_calls))],
         "finish_reason": reply.finish_reason,
         "cached": reply.saved is not None,
+        "answered_by": reply.answered_by or None,
         "usage": usage_json(reply.usage),
         "cost": cost,
         "queued": max(0.0, spent.queued - before.queued),

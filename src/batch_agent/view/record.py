@@ -689,6 +689,7 @@ class RunRecord:
             "ended": facts.get("ended"),
             "trouble": now.blocked or None,
             "degraded": now.degraded or None,
+            "answered_by": dict(now.answered_by),
             "sessions": view.sessions,
             "stages": [*view.stages],
             "graph": [*self._graph(view)] or None,

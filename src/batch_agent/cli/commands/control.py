@@ -11,7 +11,7 @@ from batch_agent.cli.output.streams import put, put_json, say
 from batch_agent.cli.spec.arguments import RUN_HELP
 from batch_agent.cli.spec.numbers import positive
 from batch_agent.messages import JsonObject
-from batch_agent.observe.numbers import cost_words
+from batch_agent.observe.numbers import answered_words, cost_words
 from batch_agent.observe.text import dollars, duration, harmless, rate
 from batch_agent.record.control import NotAlive, Refused
 from batch_agent.record.reader import RunReader, open_run
@@ -105,6 +105,8 @@ def _lines(status: JsonObject) -> list[str]:
     lines.append(("rate", rate(cast(float, status["rows_per_second"])) + left))
     if status.get("degraded"):
         lines.append(("degraded", str(status["degraded"])))
+    if words := answered_words(cast("dict[str, int]", status.get("answered_by") or {})):
+        lines.append(("answers", words))
     whole = cast("dict[str, float | bool | None]", status.get("all_sessions") or status)
     if (cost := cast("float | None", whole["cost"])) is not None:
         words = cost_words(cost, at_least=bool(whole.get("cost_is_minimum")))

@@ -272,6 +272,8 @@ def _heading(record: Record | None, past: Past | None, stage: str) -> str:
     cost = (record or {}).get("cost")
     if isinstance(cost, int | float):
         facts.append(dollars(cost))
+    if isinstance(by := (record or {}).get("answered_by"), str):
+        facts.append(f"answered by {harmless(by)}")
     line = f"{name}: {', '.join(facts)}"
     return f"{line}\n{'=' * len(line)}"
 
@@ -306,7 +308,8 @@ def _conversation(past: Past, repairs: Mapping[int, str], page: Page) -> Iterato
         reply = turn.reply
         took = duration(max(0.0, turn.spent.inference - before.inference))
         usage = f"{reply.usage.prompt_tokens:,} in, {reply.usage.completion_tokens:,} out"
-        label = f"assistant, turn {number}, {took}, {usage}"
+        by = f", {harmless(reply.answered_by)}, a standby" if reply.answered_by else ""
+        label = f"assistant, turn {number}{by}, {took}, {usage}"
         before = turn.spent
         if reply.reasoning:
             yield page.said("reasoning", reply.reasoning)

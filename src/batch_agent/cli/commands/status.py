@@ -18,7 +18,7 @@ from batch_agent.errors import BatchAgentError, SpecError, StoreError
 from batch_agent.files.gold import GOLD_FACT
 from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject
-from batch_agent.observe.numbers import ALIVE, UNPRICED, ShownNumbers, of_record
+from batch_agent.observe.numbers import ALIVE, UNPRICED, ShownNumbers, answered_words, of_record
 from batch_agent.observe.text import (
     amount,
     harmless,
@@ -72,7 +72,7 @@ def _over(shown: str) -> str:
 
 def status_json(view: RunSnapshot, score: JsonObject | None = None) -> JsonObject:
     """Return the run as one JSON object. For a pipeline, ``rows`` is the sum and ``stages`` has each stage."""
-    hidden = ("command", "rows", "stages", GOLD_FACT, SCHEMA)
+    hidden = ("command", "rows", "stages", "unpriced", GOLD_FACT, SCHEMA)
     facts = {name: value for name, value in view.facts.items() if name not in hidden}
     numbers = of_record(view)
     left, session = numbers.seconds_left, numbers.session
@@ -140,6 +140,8 @@ def _text(view: RunSnapshot, score: JsonObject | None = None) -> str:
         lines.append(("ended", str(facts["ended"])))
     asked = dict.fromkeys(f"{part.facts.get('model')} at {part.facts.get('backend')}" for part in view.parts.values())
     lines += [("" if place else "model", words) for place, words in enumerate(asked)]
+    if words := answered_words(numbers.answered_by):
+        lines.append(("answers", words))
     lines.append(("spent", numbers.spent_words))
     lines += [("" if place else "score", words) for place, words in enumerate(brief_lines(score or {}))]
     if view.state not in ALIVE and (view.state != "complete" or now.failed):

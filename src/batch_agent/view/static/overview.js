@@ -43,11 +43,18 @@ function head({ run, index, unfinished }, live) {
     run.sessions > 1 ? h("span", null, `session ${run.sessions}`) : null,
     run.ended && !live ? h("span", null, "ended ", when(run.ended)) : null,
     unfinished ? h("span", { class: "warn" }, `${number(unfinished)} rows have started and are not done; this continues them: `, h("code", null, "batch-agent resume ", text(run.command))) : null,
+    answers(status && run.sessions <= 1 ? status.answered_by : run.answered_by),
     run.degraded ? h("span", { class: "warn" }, "degraded: ", text(run.degraded, 300)) : null,
     run.trouble ? h("span", { class: "bad" }, "blocked: ", text(run.trouble, 300)) : null,
     run.why ? h("span", { class: "bad" }, text(run.why, 300)) : null,
     status && status.reason ? h("span", { class: "bad" }, text(status.reason, 300)) : null,
     index.complete ? null : h("span", { class: "quiet" }, `indexing rows: ${Math.round(index.share * 100)} %`));
+}
+
+// How many rows each model has answered, in a run with a standby.
+function answers(counts) {
+  const names = Object.entries(counts || {});
+  return names.length ? h("span", null, "answers: ", text(names.map(([name, count]) => `${number(count)} by ${name}`).join(", "), 300)) : null;
 }
 
 function tile(label, big, small, extra) {

@@ -78,6 +78,7 @@ function turn(each) {
       each.endpoint ? h("span", null, text(each.endpoint, 60)) : null,
       each.at ? h("span", null, clock(each.at)) : null,
       each.cached ? h("span", { class: "good" }, "from the response cache") : null,
+      each.answered_by ? h("span", { class: "warn" }, text(each.answered_by, 60), ", a standby") : null,
       usage ? h("span", { title: `${number(usage.cached)} cached, ${number(usage.reasoning)} reasoning` }, `${short(usage.prompt)} in, ${short(usage.completion)} out`) : null,
       each.cost ? h("span", null, dollars(each.cost)) : null,
       each.finish_reason && !["stop", "tool_calls", "end_turn", "tool_use"].includes(each.finish_reason) ? h("span", { class: "warn" }, text(each.finish_reason)) : null,
@@ -123,6 +124,7 @@ function facts(record, data) {
     ["tokens in", number(usage.prompt_tokens)], ["cached", usage.cached_tokens ? share(usage.cached_tokens, usage.prompt_tokens) : "–"], ["tokens out", number(usage.completion_tokens)],
     usage.reasoning_tokens ? ["reasoning", number(usage.reasoning_tokens)] : null, record.cost === undefined ? null : ["cost", dollars(record.cost)],
     times.first_token ? ["first token", seconds(times.first_token)] : null, record.chunks ? ["parts", number(record.chunks)] : null, record.shortened ? ["shortened", "yes"] : null,
+    record.answered_by ? ["answered by", text(record.answered_by, 80)] : null,
   ].filter(Boolean);
   return panel("Numbers", null,
     bar([["f-queue", times.queued || 0, "queue"], ["f-model", times.inference || 0, "model"], ["f-tools", times.tool_wait || 0, "tools"], ["f-rest", rest, "other"]]),
