@@ -167,8 +167,8 @@ class BaseResult(_WithTexts, Generic[T_co]):
     votes: Mapping[str, Mapping[str, Any]] | None = None
     samples: tuple[T_co | None, ...] = ()  # the outputs of the samples that were asked; None for one that failed
     doubts: Mapping[str, float | None] | None = None  # with doubt=True, by field; None for a field: not known
-    # With a cascade: the name of the entry that gave the output. With a standby (docs/fleet.md): the model that gave the
-    # answers, "A + B" for turns of both. None: the run has neither.
+    # With a cascade: the name of the entry that gave the output. With a standby: the model that gave the answers, or
+    # "A + B" for turns of both. None: the run has neither.
     answered_by: str | None = None
     earlier: tuple[Earlier, ...] = ()  # with a cascade: the answers that did not stay, in the order they were asked
     waits_for: str | None = None  # with a cascade: "people", or an entry that could not answer; else None

@@ -323,6 +323,7 @@ def _statistics(results: Sequence[AgentResult[object]]) -> Statistics:
         interrupted=len(results) - len(done),
         resumed=sum(result.resumed for result in done),
         failures=Counter(result.error.type for result in done if result.error is not None),
+        answered_by=Counter(result.answered_by for result in done if result.answered_by is not None),
         turns=sum(result.turns for result in results),
         usage=sum((result.usage for result in results), Usage()),
         cost=sum(costs) if costs else None,

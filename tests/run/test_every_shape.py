@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import re
+import socket
 import sys
 import urllib.request
 from collections import Counter
@@ -31,7 +32,8 @@ from batch_agent.cli.main import main
 from batch_agent.errors import BatchAgentError
 from batch_agent.job import AgentResult
 from batch_agent.messages import Usage
-from batch_agent.record.reader import open_run
+from batch_agent.observe.numbers import of_record
+from batch_agent.record.reader import look, open_run
 from batch_agent.record.served import open_served
 from batch_agent.run.joining import JoinedWorker, NoRunCame, work
 from batch_agent.run.run import Run
@@ -148,7 +150,7 @@ class Scene:
     async def _join(self, running: asyncio.Future[Any]) -> None:
         while not running.done():  # a worker leaves the run before this one at once
             with suppress(NoRunCame):
-                await work(self.place, import_from=HERE, wait=0.2, allow=["*", self.server.backend_url])
+                await work(self.place, import_from=HERE, wait=0.2, allow=["*", "vllm://*"])
             await asyncio.sleep(0.05)
 
     @asynccontextmanager
@@ -249,6 +251,21 @@ async def test_the_samples_of_a_row_vote_and_a_resume_asks_none_again(scene: Sce
         assert votes == [{"counts": {"no": 1, "yes": 2}, "against": 1}] * 2
         assert [result.doubts for result in results] == [{"output": 1 / 3}] * 2
     assert scene.asked == Counter({"row-0": 3, "row-1": 3})
+
+
+@pytest.mark.covers("standby", "local", "processes", "Redis", "Ray", "pipeline", "reduction", "worker=", "runtime")
+async def test_a_standby_answers_while_the_server_is_down_and_a_resume_asks_nothing_again(scene: Scene) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        away = f"vllm://127.0.0.1:{taken.getsockname()[1]}"
+    backend = [away, {"url": scene.server.backend_url, "model": "m", "when": "unreachable"}]
+    for again in (False, True):
+        results = await scene.run(2, backend=backend, model="own", resume=again)
+        assert all(results) and [result.answered_by for result in results] == ["m", "m"]
+        assert of_record(look(scene.place)).answered_by["m"] >= 2  # in a pipeline those of its later stages too
+    assert {str(request.body["model"]) for request in scene.server.requests} == {"m"}
+    if scene.shape != "runtime":  # an agent of its own asks for a title
+        assert scene.asked == Counter({"row-0": 1, "row-1": 1})
 
 
 @pytest.mark.covers("budgets", "local", "processes", "Redis", "Ray", "pipeline", "reduction", "worker=", "runtime")

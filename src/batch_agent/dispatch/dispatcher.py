@@ -37,7 +37,7 @@ from batch_agent.scheduler.core import Scheduler, Slot, Ticket
 from batch_agent.scheduler.numbers import N
 from batch_agent.scheduler.ordering import LAST, AgentForecast
 from batch_agent.scheduler.retry import retry_delay
-from batch_agent.scheduler.server import Endpoint, Standby
+from batch_agent.scheduler.server import Endpoint
 from batch_agent.scheduler.server_state import ServerState, Terms
 
 if TYPE_CHECKING:
@@ -200,8 +200,6 @@ class Dispatcher:
             if slot is None or self.slots.stopped:
                 patient = policy.wait_out and (policy.wait_until is None or slot is not None)
                 slot = await (self.slots.hold(ticket) if patient else self._hold(ticket, policy))
-            if request is not None:
-                request.standby = slot.endpoint.standby
             if spending is not None and not (spending.is_free and slot.endpoint.server.rates is None):
                 call = await self.reserve(slot, request)
             sent, attempts = clock(), attempts + 1
@@ -214,8 +212,7 @@ class Dispatcher:
                 else:
                     reply = await hedged(self, question, slot, policy)
                 if spending is not None:
-                    by = self._answered_by(request, reply)
-                    cost = spending.settle(call, request, reply.usage, reply.saved is not None, by)
+                    cost = self._settle(spending, call, request, reply)
             except BackendError as failure:
                 error, queued = failure, clock()
                 seconds = queued - sent
@@ -253,15 +250,13 @@ class Dispatcher:
             drop_frames(error)
             await self.slots.again(slot, delay)
 
-    def _answered_by(self, request: ModelRequest | None, reply: Reply) -> Standby | None:
-        """Return the standby that gave this answer: a second request may have been answered elsewhere than the first
-        would have been."""
-        if not reply.answered_by:
-            return None
-        given = None if request is None else request.standby
-        if given is not None and given.model == reply.answered_by:
-            return given
-        return next(each for each in self._standbys.values() if each.model == reply.answered_by)
+    def _settle(
+        self, spending: Spending, call: Call | None, request: ModelRequest | None, reply: Reply
+    ) -> float | None:
+        """Return the cost of an answer. Its standby may be that of the second request beside this one."""
+        known = self.scheduler.standbys if reply.answered_by else ()
+        by = next((each.standby for each in known if each.standby and each.standby.model == reply.answered_by), None)
+        return spending.settle(call, request, reply.usage, reply.saved is not None, by)
 
     async def _ask_control(self, call: ControlCall, ticket: Ticket) -> Reply:
         """Send a control request."""
@@ -289,6 +284,8 @@ class Dispatcher:
             began = self.slots.loop.time()
         if slot.reservation is not None:
             self.endpoints.rate_limits.leaves(slot)
+        if self.scheduler.standbys and (request := question.request) is not None:
+            request.standby = slot.endpoint.standby
         deadline = self.endpoints.flights.begin(slot, question, policy, observer, began)
         second: Reply | None = None
         try:
@@ -345,6 +342,7 @@ class Dispatcher:
         spending = self.spending
         if spending is None or request is None:
             return None
+        request.standby = slot.endpoint.standby  # it has prices of its own
         try:
             if slot.endpoint.server.rates is not None:
                 await self.endpoints.rate_limits.afford(slot, partial(spending.expect, request))

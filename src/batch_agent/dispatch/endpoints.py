@@ -345,8 +345,16 @@ class EndpointMonitor:
         is_last = all(not other.is_usable for other in self._all)
         self._scheduler.touch(endpoint)
         if is_last:
-            self._on_over(ended, why)
+            self._on_over(ended, why + self._why_not_instead(endpoint))
         self.decisions.wake()
+
+    def _why_not_instead(self, endpoint: Endpoint) -> str:
+        """Return why the standby did not answer; for a standby, why the other servers did not. "" without standbys."""
+        standbys = self._scheduler.standbys
+        others = standbys if endpoint.standby is None else [each for each in self._all if each.standby is None][:1]
+        what = "the standby" if endpoint.standby is None else "and"
+        reasons = [(other.name, other.given_up or other.health.reason) for other in others if standbys]
+        return "".join(f"; {what} {name}: {reason}" for name, reason in reasons if reason)
 
     # The end
 

@@ -71,8 +71,6 @@ async def _second(dispatcher: Dispatcher, question: Question, first: Slot, ticke
 
 async def _ask_in(dispatcher: Dispatcher, slot: Slot, again: Question, policy: Policy) -> Reply:
     call = None
-    if again.request is not None:
-        again.request.standby = slot.endpoint.standby
     try:
         call = await dispatcher.reserve(slot, again.request)
         try:

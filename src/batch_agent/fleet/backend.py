@@ -413,7 +413,7 @@ class Fleet(Backend):
             self._tell()
 
     async def _try_standbys(self) -> None:
-        """Warn about standbys that would not answer: else nobody notices before they are needed. A free request."""
+        """Warn about standbys that would not answer: else this is noticed only when they are needed. A free request."""
         standbys = [server for server in self._present if server.standby is not None]
         if not standbys:
             return

@@ -27,7 +27,7 @@ from batch_agent.backends.registry import BACKEND_VARIABLE
 from batch_agent.door import same_secret
 from batch_agent.errors import SpecError
 from batch_agent.files.results import from_json, to_json
-from batch_agent.fleet.backend import Fleet
+from batch_agent.fleet.backend import STANDBY, TRAITS, Fleet
 from batch_agent.fleet.hostfile import Hostfile, parse_hosts
 from batch_agent.messages import JsonObject
 
@@ -71,7 +71,7 @@ def _things_in(spec: Mapping[str, object]) -> Iterator[str]:
 
 def _addresses(value: object) -> Iterator[str]:
     if isinstance(value, Mapping):
-        yield str(value.get("url")) if value.keys() <= {"url"} else to_json(dict(value)).decode()
+        yield str(value.get("url")) if value.keys() <= {"url", *TRAITS, *STANDBY} else to_json(dict(value)).decode()
     elif isinstance(value, list | tuple):
         for each in value:
             yield from _addresses(each)

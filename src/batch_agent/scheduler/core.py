@@ -196,8 +196,9 @@ class Scheduler:
             self._switch_standbys()
 
     def _switch_standbys(self) -> None:
-        """Use the standbys while no other endpoint works."""
-        idle = self.router.working_primaries > 0
+        """Use the standbys while no other endpoint works. One that denies every row can be reached: its key or its
+        model is wrong, which is for the user to mend."""
+        idle = self.router.working_primaries > 0 or any(map(_denies, self.endpoints))
         for standby in self.standbys:
             if standby.is_idle != idle:
                 standby.is_idle = idle
@@ -677,3 +678,7 @@ class Scheduler:
             if not chore:
                 self.router.learn_prefix(usage, seconds, first=progress.home is None)
                 progress.home, progress.tokens = endpoint, usage.prompt_tokens + usage.completion_tokens
+
+
+def _denies(endpoint: Endpoint) -> bool:
+    return endpoint.standby is None and endpoint.is_usable and endpoint.health.is_down and endpoint.health.is_denied
