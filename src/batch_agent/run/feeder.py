@@ -599,7 +599,7 @@ class Feeder:
         self.resumed += result.resumed
         if result.answered_by is not None:
             self._answered_by[result.answered_by] += 1
-            self._counting = self._counting or self._loop.call_later(COUNTED, self._tell_counts)
+            self._counting = self._counting or asyncio.get_running_loop().call_later(COUNTED, self._tell_counts)
         if self.scoring is not None:
             self.scoring.took(result)
         self._tell_end(result)
