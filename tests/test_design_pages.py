@@ -85,3 +85,10 @@ def test_the_lists_of_modules_name_modules_that_exist() -> None:
         modules = set(re.findall(r"(?:[-:;,.] |and |\n  )`([a-z_]+)/?`", named))
         there = {path.stem for path in (SOURCE / package).iterdir()}
         assert modules and modules - {"ask"} <= there, package
+
+
+@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.name)
+def test_what_was_tried_stands_behind_the_rules(page: Path) -> None:
+    headings = re.findall(r"^## (.*)$", page.read_text(), re.MULTILINE)
+    assert "Rejected" not in headings
+    assert "What was tried" not in headings[:-1]
