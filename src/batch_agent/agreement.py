@@ -16,6 +16,8 @@ NOT_BLANK = {
     "by": "name a field of the rows, or leave it out",
     "groups": "name a field of the rows, or leave it out",
     "pilot_key": "give any text, or leave it out for the usual order",
+    "promise": "say what the table must keep, such as label.accuracy >= 0.96",
+    "beacon": "give a text that was unknown before, or leave it out",
     "id_column": "name a field of the rows, or leave it out",
 }
 # Options that mean nothing without gold.
@@ -27,8 +29,9 @@ def disagreements(options: Mapping[str, object]) -> Iterator[str]:
     yield from _of_workers(options)
     yield from _of_the_record(options)
     yield from _of_samples(options)
+    yield from _of_a_promise(options)
     for name in OF_GOLD:
-        if options[name] and options["gold"] is None:
+        if options[name] and options["gold"] is None and not (name == "tolerance" and options["promise"]):
             yield f"{name} is about a score, and there is no gold: give gold, the right answers of some rows"
     for name in ("pilot_key", "pilot_only"):
         if options[name] and options["pilot"] is None:
@@ -43,6 +46,27 @@ def disagreements(options: Mapping[str, object]) -> Iterator[str]:
     given = [name for name in ("compaction_backend", "compaction_model") if options[name] is not None]
     if given and options["compaction"] != "auto":
         yield f"{given[0]} names a model to write what compaction, which is not auto, does without"
+
+
+def _of_a_promise(options: Mapping[str, object]) -> Iterator[str]:
+    if options["promise"] is None:
+        for name in ("max_people", "truth", "beacon"):
+            if options[name] is not None:
+                yield f"{name} is about a promise, and there is none: give promise='label.accuracy >= 0.96'"
+        return
+    if options["pilot_key"] is not None:
+        yield "pilot_key and promise exclude each other: the pilot is the head of the audit, whose key is not chosen"
+    if options["keep"] == "results":
+        yield 'keep="results" and promise exclude each other: the certificate needs the answers of the journal'
+    if options["gold_sealed"]:
+        yield "gold_sealed and promise exclude each other: leave gold_sealed out"
+    if options["truth"] == "gold" and (options["gold"] is None or options["pilot"] is None):
+        yield (
+            'truth="gold" needs gold and pilot: only the gold of a random sample that the run draws itself proves '
+            "anything about the table"
+        )
+    if options["truth"] == "last" and options.get("cascade") is None:
+        yield 'truth="last" needs a cascade, whose last model is taken to be right'
 
 
 def _of_workers(options: Mapping[str, object]) -> Iterator[str]:

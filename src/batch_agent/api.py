@@ -222,6 +222,7 @@ def _interruption() -> Interruption:
 async def _collect(
     run: Run[R], spec: BatchSpec, progress: bool | None, wants_page: bool, interruption: Interruption
 ) -> Results[R]:
+    from batch_agent.blocking import in_thread
     from batch_agent.files.read import LazyRows
     from batch_agent.observe.progress import ProgressDisplay, show_address, with_expected
     from batch_agent.results import Results, Summary, with_unfinished
@@ -256,7 +257,7 @@ async def _collect(
             done = sorted(taken, key=lambda result: result.index)
             error.results = Results(done, summary(), spec.output_schema, page, run.gold())  # type: ignore[attr-defined]
         raise
-    whole, asked = summary(), None
+    whole, asked = replace(summary(), promise=await in_thread(lambda: run.promise)), None
     if (pilot := run.pilot_rows) is not None and pilot.stopped:
         asked = pilot.indexes
         whole = replace(whole, pilot=await outlook_of_run(run, taken))

@@ -100,6 +100,11 @@ class Options(TypedDict, total=False):
     pilot_only: bool
     overlap: float
     review_lease: float
+    promise: str | None
+    max_people: int | None
+    people_error: float
+    truth: Literal["people", "gold", "last"] | None
+    beacon: str | None
     sinks: Sequence[Sink]
     events: str | Path | None
     metrics_port: int | str | None

@@ -28,6 +28,7 @@ from batch_agent.observe.statistics import Statistics
 from batch_agent.observe.summary import summary_json, summary_lines
 from batch_agent.observe.text import rows
 from batch_agent.record.compare import Side, SideRows
+from batch_agent.record.promise import PromiseStanding
 from batch_agent.record.scoring import (
     RunGold,
     add_result,
@@ -65,13 +66,15 @@ class Summary:
     tools: Mapping[str, ToolStatistics] = field(default_factory=dict)
     score: Score | None = None
     pilot: Outlook | None = None  # what the pilot says of all rows, if these are its results
+    promise: PromiseStanding | None = None  # how the promise of the run stands
 
     def to_json(self) -> JsonObject:
         pilot = {} if self.pilot is None else {"pilot": self.pilot.to_json()}
-        return {**summary_json(self.statistics, tools=self.tools, score=self.score), **pilot}
+        found = summary_json(self.statistics, tools=self.tools, score=self.score, promise=self.promise)
+        return {**found, **pilot}
 
     def __str__(self) -> str:
-        lines = summary_lines(self.statistics, tools=self.tools, score=self.score)
+        lines = summary_lines(self.statistics, tools=self.tools, score=self.score, promise=self.promise)
         return "\n".join([*lines, *([] if self.pilot is None else self.pilot.lines())])
 
     __repr__ = __str__

@@ -513,6 +513,49 @@ class BatchSpec(BaseModel):
     review_lease: Annotated[
         Seconds, Allowed("a number of seconds above 0"), Flag("SECONDS", "how long a row is a reviewer's own")
     ] = Field(600.0, description="Seconds for which a row that a reviewer gets goes to no other reviewer.")
+    promise: Annotated[
+        OptionalText,
+        Scope.WHOLE,
+        Unset("nothing"),
+        Flag(
+            "TEXT", "what the finished table must keep at 95 %, such as 'label.accuracy >= 0.96'; else the status is 6"
+        ),
+    ] = Field(
+        None,
+        description="Share of right rows that the finished table must have, with 95 % confidence: `FIELD.accuracy >= "
+        "SHARE`, or `all >= SHARE`. People judge random rows for it, or the gold of a pilot does "
+        "([trust.md](trust.md)).",
+    )
+    max_people: Annotated[Limit, Scope.WHOLE, Flag("N", "most judgements of people for the promise")] = Field(
+        None,
+        description="Maximum number of judgements of people for a `promise`, second and third ones included. A promise "
+        "that cannot be kept within it is `impossible`.",
+    )
+    people_error: Annotated[
+        Annotated[Number, Field(ge=0, lt=1)], Allowed("a number from 0 to below 1"), Scope.WHOLE, Flag("X")
+    ] = Field(
+        0.02,
+        description="Share of the rows repaired by people that count as wrong for a `promise`, until 30 rows were "
+        "judged by two people; from then on half of their differences.",
+    )
+    truth: Annotated[
+        Literal["people", "gold", "last"] | None,
+        Allowed('"people", "gold", "last" or None'),
+        Scope.WHOLE,
+        Unset("the gold of the pilot if there is one, and people"),
+        Flag("WHOSE", "whose answers a promise is measured by: people, gold or last (the last model of a cascade)"),
+    ] = Field(
+        None,
+        description='Whose answers a `promise` is measured by: `"people"`, who do not see the answers of models, '
+        '`"gold"`, that of a pilot, or `"last"`, the last model of a cascade.',
+    )
+    beacon: Annotated[
+        OptionalText, Scope.WHOLE, Unset("none"), Flag("TEXT", "text that changes which rows are audited")
+    ] = Field(
+        None,
+        description="Text that was unknown before the run, such as a published random number. It is part of the "
+        "key that draws the audited rows of a `promise`, and is refused once one is recorded.",
+    )
 
     # Events and metrics
     sinks: Annotated[

@@ -50,6 +50,7 @@ from batch_agent.spec import BatchSpec
 from batch_agent.tools.base import Tool, resolve_tools
 from batch_agent.tools.threads import THREADS
 from batch_agent.trust.doubt import Doubted
+from batch_agent.trust.promise import Promise, promised_fields, read_promise
 from batch_agent.trust.votes import Function, Voting, leaves, rules_of
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class Prepared:
     carry: tuple[str, ...] = ()  # fields of its rows that the rows of later stages have too
     examples: Examples | None = None  # in the system prompt
     gold: TakenGold | None = None  # the right answers of some rows, which are not in the inputs
+    promise: Promise | None = None  # about the finished table
 
     @property
     def terms(self) -> Terms:
@@ -142,8 +144,7 @@ def prepare(spec: BatchSpec, *, sends: bool = True, confined: bool = False) -> P
             f"{alone} is for a run that several processes share: give processes=N, or run_dir as "
             "redis://host:6379/0/NAME"
         )
-    if spec.pilot is not None and not isinstance(spec.inputs, RowChannel):
-        refuse_uncountable(spec.inputs, "pilot")
+    _refuse_uncountable(spec)
     runtime = runtime_of(spec.runtime)
     where = spec.runtime if spec.backend is None else spec.backend
     if runtime is not None:
@@ -161,6 +162,7 @@ def prepare(spec: BatchSpec, *, sends: bool = True, confined: bool = False) -> P
     schema = OutputSchema.of(spec.output_schema)
     if not backend.capabilities.reports_context:
         _check_context(spec, spec.model_max_context)
+    spec, promise = _with_promise(spec, schema, backend)
     asked_for = None if spec.worker is not None else schema  # a user's worker sends its own schemas
     shapes = build_shapes(spec, model or "", specs, asked_for, backend.capabilities)
     shapes = _checked(spec, backend, shapes)
@@ -196,8 +198,37 @@ def prepare(spec: BatchSpec, *, sends: bool = True, confined: bool = False) -> P
         voting=None if spec.samples == 1 else _voting(spec, tools, schema, backend, shapes),
         examples=examples,
         gold=taken,
+        promise=promise,
         doubted=_doubted(spec, schema, backend) if spec.doubt else None,
     )
+
+
+def _refuse_uncountable(spec: BatchSpec) -> None:
+    for name in ("pilot", "promise"):
+        if getattr(spec, name) is not None and not isinstance(spec.inputs, RowChannel):
+            refuse_uncountable(spec.inputs, name)
+
+
+def _with_promise(
+    spec: BatchSpec, schema: OutputSchema[object] | None, backend: Backend
+) -> tuple[BatchSpec, Promise | None]:
+    """Return the spec with what a promise needs, and the promise. Raises SpecError for one that cannot be measured."""
+    if spec.promise is None:
+        return spec, None
+    written = None if schema is None else schema.written_schema
+    promise, fields = promised_fields(read_promise(spec.promise), written, spec.tolerance)
+    if unmeasured := [*(spec.tolerance or {}).keys() - fields.keys()] if spec.gold is None else []:
+        raise SpecError(f"tolerance: {min(unmeasured)!r} is in no promise, and there is no gold")
+    return _with_doubt(spec, backend), promise
+
+
+def _with_doubt(spec: BatchSpec, backend: Backend) -> BatchSpec:
+    """Return the spec with doubts, by which a promise decides what people repair. Without any, it is kept by the whole
+    table or not at all."""
+    able = spec.worker is None and (backend.capabilities.logprobs or spec.samples > 1) and spec.oversized != "chunk"
+    if spec.given("doubt") and not spec.doubt and able:
+        raise SpecError("doubt=False and promise exclude each other: a promise needs the doubt of each answer")
+    return spec.model_copy(update={"doubt": True}) if able else spec
 
 
 def _doubted(spec: BatchSpec, schema: OutputSchema[object] | None, backend: Backend) -> tuple[Doubted, ...]:

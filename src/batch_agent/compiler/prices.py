@@ -21,8 +21,9 @@ MILLION = 1_000_000
 HOUR = 3600.0
 FORMS = (
     "{'input': 0.15, 'cached': 0.075, 'cache_write': 0.2, 'output': 0.6} in $ per million tokens, "
-    "or {'gpu_hour': 2.5, 'gpus': 4}"
+    "or {'gpu_hour': 2.5, 'gpus': 4}; {'people': 0.25} beside them is $ per judgement"
 )
+PEOPLE = "people"  # $ per judgement, which no request of a model costs
 PER_TOKEN = ("input", "cached", "cache_write", "output")
 # Providers of the table that have a scheme here, and its name.
 IN_TABLE = {
@@ -91,7 +92,7 @@ class Prices:
 
 def find_prices(given: Mapping[str, float] | None, *, model: str | None, backend: str) -> Prices | None:
     """Return the prices of this model at this backend; None if unknown. Raises SpecError for invalid given prices."""
-    if given is not None:
+    if given is not None and (given := {name: price for name, price in given.items() if name != PEOPLE}):
         return _given(given)
     return None if model is None else _from_table(model, backend)
 

@@ -11,6 +11,7 @@ from batch_agent.messages import JsonObject, Usage
 from batch_agent.observe.numbers import ShownNumbers, all_sessions_json, answered_words, of_statistics
 from batch_agent.observe.statistics import Outage, RecentError, RecentResult, Statistics, ToolUse
 from batch_agent.observe.text import amount, clock, counted, dollars, duration, harmless, rate, rows, share
+from batch_agent.record.promise import PromiseStanding
 from batch_agent.tools.execution import ToolStatistics
 from batch_agent.trust.score import Score
 from batch_agent.trust.shown import score_lines
@@ -32,9 +33,10 @@ def summary_lines(
     output: str = "",
     tools: Mapping[str, ToolStatistics] = NO_TOOLS,
     score: Score | None = None,
+    promise: PromiseStanding | None = None,
 ) -> list[str]:
-    """Return the lines. ``output`` is where the results are; ``tools`` has the statistics of the run's tools, and
-    ``score`` how many answers are right."""
+    """Return the lines. ``output`` is where the results are; ``tools`` has the statistics of the run's tools,
+    ``score`` how many answers are right, and ``promise`` how the promise of the run stands."""
     lines = [_headline(statistics)]
     lines += _labelled("stages", [f"{stage.name}: {stage.words}" for stage in statistics.stages])
     for name, use in statistics.tools.items():
@@ -73,6 +75,8 @@ def summary_lines(
     lines += _labelled("saved", [f"{saving.text} ({saving.how})" for saving in savings(statistics)])
     if score is not None:
         lines += score_summary(score)
+    if promise is not None:
+        lines += promise_summary(promise)
     if output:
         lines += _labelled("results", [harmless(output)])
     return lines
@@ -84,6 +88,7 @@ def summary_json(
     output: str = "",
     tools: Mapping[str, ToolStatistics] = NO_TOOLS,
     score: Score | None = None,
+    promise: PromiseStanding | None = None,
 ) -> JsonObject:
     usage = statistics.usage
     return {
@@ -145,12 +150,18 @@ def summary_json(
         "backend": statistics.backend,
         "output": output or None,
         **({} if score is None else {"score": score.to_json()}),
+        **({} if promise is None else {"promise": promise.to_json()}),
     }
 
 
 def score_summary(score: Score) -> list[str]:
     """Return the lines of a summary about the score."""
     return _labelled("score", [*map(harmless, score_lines(score, details=False))])
+
+
+def promise_summary(promise: PromiseStanding, run: str = "") -> list[str]:
+    """Return the lines of a summary about a promise. ``run`` is the name of the run in commands."""
+    return _labelled("promise", [*map(harmless, promise.lines(run))])
 
 
 def _headline(statistics: Statistics) -> str:

@@ -12,7 +12,6 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from hashlib import blake2b
 from itertools import repeat
 from typing import NamedTuple, Self, cast
 
@@ -39,6 +38,7 @@ from batch_agent.files.tables import Record
 from batch_agent.messages import JsonObject
 from batch_agent.record.address import RunPlace
 from batch_agent.record.attached import AttachedFile, attached
+from batch_agent.record.promise import RunPromise, input_digest
 from batch_agent.record.reader import RowLines, RunReader, open_run
 from batch_agent.record.review import log_of
 from batch_agent.record.rundir import REVIEWED
@@ -86,11 +86,6 @@ class Shown(NamedTuple):
     files: Sequence[AttachedFile]
     model: JsonObject | None
     until: float | None
-
-
-def input_digest(value: object) -> str:
-    """Return the digest of a row's input."""
-    return blake2b(to_json(value), digest_size=8).hexdigest()
 
 
 def for_people(record: Record, *, cascade: bool) -> bool:
@@ -185,6 +180,9 @@ class PeopleReview:
         self._rows = _Rows(self.run, lambda record: for_people(record, cascade=self.expected))
         self._closing.callback(self._rows.close)
         self._audit: tuple[object, list[ReviewRow]] = None, []
+        self.promise = RunPromise.of(self.run, self.review, self.log, overlap=self.overlap)
+        if self.promise is not None:
+            self._closing.callback(self.promise.close)
 
     @classmethod
     def open(cls, run: str | RunPlace, *, overlap: float | None = None, lease: float | None = None) -> Self:
@@ -208,6 +206,8 @@ class PeopleReview:
     def catch_up(self) -> None:
         """Read the rows and the events that are new."""
         self._rows.catch_up()
+        if self.promise is not None:
+            self.promise.catch_up()
         self.log.catch_up(self.review)
 
     def _is_answer(self, output: JsonValue, queue: Queue) -> bool:
@@ -226,13 +226,18 @@ class PeopleReview:
         if only == AUDIT:
             return audit
         waits = {row.row for row in audit if not self._goes_to_repair(row)}
-        ranked = sorted((rank, row.row, row) for rank, row in self._rows.repair.values() if row.row not in waits)
+        ranks = self._rows.repair
+        if self.promise is not None:
+            ranks = {row.row: (-doubt, row) for doubt, row in self.promise.repair()} | ranks
+        ranked = sorted((rank, row.row, row) for rank, row in ranks.values() if row.row not in waits)
         repair = [row for _, _, row in ranked]
         return repair if only == REPAIR else [*audit, *repair]
 
     def _audited(self) -> list[ReviewRow]:
         """Return the rows of the audit, in its order. While the run works, only those that will certainly be near its
         head: a row that ends later may come before others."""
+        if self.promise is not None:
+            return self.promise.audit()
         count = self.review.audit_rows
         if not count:
             return []
@@ -278,12 +283,18 @@ class PeopleReview:
 
         self.log.change(self.review, decide)
 
+    def prepare(self) -> None:
+        """Read what is new, before rows are given to a person: the audit of a promise records their answers first."""
+        self.catch_up()
+        if self.promise is not None:
+            self.promise.freeze()
+
     # What a person gets
 
     def next(self, who: str, queue: Queue | None = None) -> Shown | None:
         """Give a person the next row; None if there is none now."""
         name = checked_name(who)
-        self._rows.catch_up()
+        self.prepare()
 
         def decide(now: float) -> tuple[list[Event], tuple[ReviewRow, float] | None]:
             row = self.review.next_of(self.queue(queue), name, now)

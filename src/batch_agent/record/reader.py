@@ -311,8 +311,12 @@ class RunReader(ABC):
         """Return what the whole run has recorded about jobs at batch APIs."""
 
     @abstractmethod
+    def kept_lines(self, name: str) -> list[bytes]:
+        """Return the lines of a file that the run keeps beside its rows; none if it is not there."""
+
     def gold_lines(self) -> list[bytes]:
         """Return the gold of the run; none if it has no gold."""
+        return self.kept_lines(GOLD)
 
     @abstractmethod
     def status(self) -> JsonObject | None:
@@ -498,8 +502,8 @@ class DirectoryReader(RunReader):
     def timeline(self, *, spans: bool = True) -> TimelineRecord:
         return read_timeline(self.path, spans=spans)
 
-    def gold_lines(self) -> list[bytes]:
-        path = self.path / GOLD
+    def kept_lines(self, name: str) -> list[bytes]:
+        path = self.path / name
         return path.read_bytes().splitlines() if path.exists() else []
 
     def job_lines(self) -> list[bytes]:

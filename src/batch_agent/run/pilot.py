@@ -66,6 +66,10 @@ class Pilot:
 
     # Which rows
 
+    def draw_by(self, key: str) -> None:
+        """Order the rows by this key: with a promise, the pilot is the head of its audit."""
+        self._key = key
+
     def choose(self, inputs: Iterable[object], id_column: str | None) -> list[Placed]:
         """Return the rows of the pilot in their order. Reads all inputs once."""
         order = KeyedOrder(PILOT_KEY if self._key is None else self._key)

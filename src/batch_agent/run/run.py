@@ -46,10 +46,12 @@ from batch_agent.record.address import directory_of
 from batch_agent.record.directory import DirectoryStore
 from batch_agent.record.journal import Journal, to_its_end
 from batch_agent.record.keys import Keys
+from batch_agent.record.promise import PromiseStanding
 from batch_agent.record.scoring import RunGold
 from batch_agent.record.store import LEASE, RunStore, Store, WorkStore
 from batch_agent.record.timeline import Line
 from batch_agent.results import Results
+from batch_agent.run import recording
 from batch_agent.run.changes import Changes, OnChange, compare
 from batch_agent.run.control import Controls, Inside
 from batch_agent.run.crew import crew_of
@@ -58,26 +60,8 @@ from batch_agent.run.feeder import WAIT, Feeder
 from batch_agent.run.garbage import collecting_rarely
 from batch_agent.run.observers import Observers, is_observed
 from batch_agent.run.pilot import Pilot, results_of_pilot
-from batch_agent.run.recording import (
-    RECORDED_STATES,
-    StageAccount,
-    WorkSince,
-    announced,
-    as_recorded,
-    asked_json,
-    facts_for_workers,
-    facts_of,
-    given_up,
-    in_thread,
-    now_text,
-    open_journal,
-    open_record,
-    open_to_feed,
-    originals_of,
-    refuse_changes,
-    resuming_of,
-    say_joining,
-)
+from batch_agent.run.promise import PromiseOfRun
+from batch_agent.run.recording import in_thread, open_record
 from batch_agent.run.rows import Rows
 from batch_agent.run.scoring import RunScoring, gold_of_run, measured, score_of_run
 from batch_agent.run.serving import Serving
@@ -125,13 +109,13 @@ class Run(Generic[T]):
         they are outputs of another stage. ``inside`` are the stages of the pipeline that this run is, or that has the
         ``pilot``. ``controls`` is what the control socket controls and the summary counts."""
         spec, feeds = prepared.spec, work_on is None
-        self.id = secrets.token_hex(8)
-        self._prepared, self._command, self._function = prepared, command, worker
+        self.id, self._prepared, self._command, self._function = secrets.token_hex(8), prepared, command, worker
         self._loops = worker is None and spec.worker is None  # the tool loop processes the rows
         self._open_record, self._feeds, self._outer, self._stage = record, feeds, within, stage
         self._row_schema, self._inside, self._patience = row_schema, inside, patience
         self.on_change: OnChange = spec.on_change  # may be set before the run is entered
         self._crew = crew_of(spec) if feeds else None
+        self._promise = PromiseOfRun.of(prepared, in_pipeline=inside is not None) if feeds and within is None else None
         feeds_only = feeds and (spec.feed_only or self._crew is not None)
         self._works, self._is_shared = inside is None and not feeds_only, feeds_only or not feeds
         self._directory = directory_of(spec.run_dir) if feeds else None  # that this process feeds
@@ -267,6 +251,11 @@ class Run(Generic[T]):
     def gold(self) -> RunGold | None:
         """What the run knows of right answers; None without gold."""
         return None if self.scoring is None else gold_of_run(self, self._prepared, self._feeder)
+
+    @property
+    def promise(self) -> PromiseStanding | None:
+        """How the promise of the run stands; None without one. Reads the record, so it may block."""
+        return None if self._promise is None else self._promise.standing()
 
     def tool_statistics(self) -> dict[str, ToolStatistics]:
         return self.shared.pool.statistics() if self.shared.pool is not None else {}
@@ -422,17 +411,19 @@ class Run(Generic[T]):
                 await self.shared.observers.open(self._prepared.spec, add, *numbers)
             if self._feeds:
                 outer = None if self._outer is None else self._outer.store
-                spec, how = self._prepared.spec, resuming_of(self._prepared, self.on_change)
-                self._store = self._record = await open_to_feed(spec, how, self._open_record, outer, self._stage)
+                spec, how = self._prepared.spec, recording.resuming_of(self._prepared, self.on_change)
+                self._store = self._record = await recording.open_to_feed(
+                    spec, how, self._open_record, outer, self._stage
+                )
                 if self._outer is None and (spec.resume or self.on_change == "keep"):
-                    await refuse_changes(self.changes, self.on_change)
+                    await recording.refuse_changes(self.changes, self.on_change)
                 async with asyncio.TaskGroup() as first:
                     self._reader = first.create_task(self._check_first())
             self._emit_start()
             await self.shared.keep_jobs(self._prepared.backend, self._opened)
             if not self._feeds or self._rows.seen:  # without inputs nothing is sent or recorded
                 backend = self._prepared.backend
-                async with announced(self._record), backend:
+                async with recording.announced(self._record), backend:
                     with following(backend, self.shared.dispatcher) as follower:
                         unanswered = partial(tell_unanswered, self._emit, self.id, self.shared.clock)
                         prepared = await learn_context(await choose_model(self._prepared, unanswered))
@@ -474,6 +465,8 @@ class Run(Generic[T]):
 
     async def _check_first(self) -> None:
         """Check, before anything is sent, that there is an input and that it has the task's fields."""
+        if self._promise is not None:
+            await self._promise.draw(self._opened, self.pilot_rows)
         self._first = await self._rows.first(self._prepared.plan)
         if self._prepared.plan.warning and self._loops:  # a worker may read its rows in its own way
             logger.warning("%s", self._prepared.plan.warning)
@@ -486,7 +479,7 @@ class Run(Generic[T]):
             self._emit(ModelChosen(shared.clock(), self.id, prepared.model))
         if prepared.model is not None:
             shared.models.setdefault(prepared.backend.name, set()).add(prepared.model)
-        self._prepared = prepared = await as_recorded(prepared, self._record)
+        self._prepared = prepared = await recording.as_recorded(prepared, self._record)
         shapes = prepared.shapes
         spending.set_terms((shapes.first, shapes.later, shapes.repair), prepared.prices, prepared.backend)
         if self._outer is not None:
@@ -616,9 +609,9 @@ class Run(Generic[T]):
             return 0  # it neither works nor has files
         number = await store.join({"host": platform.node(), "process": os.getpid(), "feeder": self._feeds})
         spending, outer = self.shared.spending, self._outer
-        account = spending if outer is None else StageAccount(self._metrics, outer.journal)
+        account = spending if outer is None else recording.StageAccount(self._metrics, outer.journal)
         budgets = () if outer is not None else shared_budgets(spending)
-        work = WorkSince(account, budgets, self.id, None if self._feeds else self._emit)
+        work = recording.WorkSince(account, budgets, self.id, None if self._feeds else self._emit)
         standing = await store.standing()
         if standing.observed:
             work.send_events()
@@ -632,13 +625,13 @@ class Run(Generic[T]):
             leases.on_away = partial(self.shared.set_overdue, f"{self.id} leases")
             leases.on_observed = work.send_events
         late = partial(self._backlog, "journal"), partial(self.shared.set_overdue, self.id)
-        self._journal = open_journal(store, number, prepared, account, work, self._leases, *late)
+        self._journal = recording.open_journal(store, number, prepared, account, work, self._leases, *late)
         if self._feeder is not None:
             self._feeder.worker = number
         if self._outer is None:
             self.shared.journal = self._journal
         if self._feeds and isinstance(store.blocking, DirectoryStore):
-            await self._watch.begin(store, store.blocking.path, asked_json(prepared), self.shared.clock())
+            await self._watch.begin(store, store.blocking.path, recording.asked_json(prepared), self.shared.clock())
         return number
 
     async def _begin_feed(self, prepared: Prepared, store: Store, fingerprint: bytes) -> None:
@@ -652,28 +645,31 @@ class Run(Generic[T]):
             clock=self.shared.clock,
             delivery=self._delivery,
             traces=self.shared.observers.traces,
-            originals=None if store.instant else originals_of(spec.inputs),
+            originals=None if store.instant else recording.originals_of(spec.inputs),
             row_schema=None if self._row_schema is None else OutputSchema.of(self._row_schema),
         )
         feeder.alone, feeder.paced = store.instant and not self._is_shared, self.shared.paced
         feeder.is_outermost, feeder.pilot = self._outer is None, self.pilot_rows
         feeder.scoring = self.scoring if self._inside is None else None
         stages = () if self._inside is None else self._inside.names
-        facts = facts_of(prepared, fingerprint, self._command, stages, observed=self.shared.observed)
+        facts = recording.facts_of(prepared, fingerprint, self._command, stages, observed=self.shared.observed)
+        facts |= {} if self._promise is None else self._promise.facts()
         if self._is_shared:
             facts |= self._facts_for_workers()
         if self._crew is None and self._outer is None:
-            feeder.joining = say_joining(spec, facts, alone=store.instant)
-        how = resuming_of(prepared, self.on_change, (self._outer or self.shared).changes, self._stage)
+            feeder.joining = recording.say_joining(spec, facts, alone=store.instant)
+        how = recording.resuming_of(prepared, self.on_change, (self._outer or self.shared).changes, self._stage)
         await feeder.begin(facts, how, Keys(rows_under(prepared, self._function)), prepared.schema, spec.keep)
         if self.scoring is not None:
             await in_thread(partial(self.scoring.keep, store.fed))
+        if self._promise is not None:
+            await in_thread(partial(self._promise.keep, store.fed))
         if self._leaving:
             feeder.stop()
 
     def _facts_for_workers(self) -> JsonObject:
         """Return what workers in other processes need. Raises SpecError if they cannot work on the run."""
-        return facts_for_workers(self._prepared, self._first, self._inside, self._row_schema)
+        return recording.facts_for_workers(self._prepared, self._first, self._inside, self._row_schema)
 
     async def begin_sharing(self, lender: Lending | None = None) -> None:
         """Let workers in other processes take rows of this run, which was alone until now. ``lender`` is that of the
@@ -730,8 +726,8 @@ class Run(Generic[T]):
             await self._leases.close()
         why = str(failure or reason or failed or "")
         if self._feeder is not None:
-            state = "failed" if failed is not None else RECORDED_STATES[ended]
-            facts: JsonObject = {"state": state, "why": why or None, "ended": now_text()}
+            state = "failed" if failed is not None else recording.RECORDED_STATES[ended]
+            facts: JsonObject = {"state": state, "why": why or None, "ended": recording.now_text()}
             try:
                 await to_its_end(asyncio.ensure_future(self._feeder.count_work()))
                 if self.scoring is not None and self._record is not None:
@@ -751,6 +747,8 @@ class Run(Generic[T]):
             failed = await to_its_end(store.close()) or failed
         else:
             store.end_threads()
+        if self._promise is not None and self._feeder is not None and failed is None:
+            failed = await to_its_end(asyncio.ensure_future(in_thread(self._promise.settle)))
         return failure or failed
 
     # How it ends
@@ -769,7 +767,7 @@ class Run(Generic[T]):
         if over is None:
             stopped = self.pilot_rows is not None and self.pilot_rows.stopped and not self._leaving
             return "out of budget" if self.shared.spending.exhausted else "pilot" if stopped else "drained", None
-        return over[0], given_up(*over, has_results=bool(statistics.done))
+        return over[0], recording.given_up(*over, has_results=bool(statistics.done))
 
     def _out_of_budget(self, limit: str) -> None:
         logger.warning("out of budget: %s; calls in flight finish and no new one is sent", limit)

@@ -62,10 +62,7 @@ class RunScoring:
         """Write the gold into the record of the run, which its workers do not read. May block."""
         if len(self.taken.table) != self.kept and type(store) is not MemoryStore:
             self.kept = len(self.taken.table)
-            if isinstance(store, DirectoryStore):
-                _write(store.path / GOLD, self.taken.table.lines())
-            else:
-                store.put_file(GOLD, b"".join(self.taken.table.lines()).decode())
+            keep_lines(store, GOLD, self.taken.table.lines())
 
 
 def gold_of_run(run: Run[Any], prepared: Prepared, feeder: Feeder | None) -> RunGold:
@@ -119,6 +116,14 @@ def measured(controls: Controls, prepared: Prepared, store: WorkStore) -> JsonOb
     return {"score": found.to_json()}
 
 
+def keep_lines(store: RunStore, name: str, lines: Iterable[bytes]) -> None:
+    """Write a file of lines into the record of a run. May block."""
+    if isinstance(store, DirectoryStore):
+        _write(store.path / name, lines)
+    else:
+        store.put_file(name, b"".join(lines).decode())
+
+
 def _write(path: Path, lines: Iterable[bytes]) -> None:
     draft = path.with_name(f"{path.name}.new")
     try:
@@ -129,4 +134,4 @@ def _write(path: Path, lines: Iterable[bytes]) -> None:
         draft.replace(path)
     except OSError as error:
         draft.unlink(missing_ok=True)
-        raise StoreError(f"the gold cannot be written to {path}: {error.strerror}") from None
+        raise StoreError(f"{path} cannot be written: {error.strerror}") from None

@@ -34,6 +34,7 @@ FEEDERS = {
     *("run_dir", "resume", "retry_failed", "on_change", "predictive_prewarm", "prewarm_max_age"),
     *("gold", "gold_sample", "gold_sealed", "tolerance", "score", "by", "groups", "require"),
     *("lease", "keep", "feed_only", "cluster", "pilot", "pilot_key", "pilot_only"),
+    *("promise", "max_people", "people_error", "truth", "beacon"),
 }
 REFERENCES = ("worker", "compaction", "vote")
 HINT = "define it at the top of a module that every worker can import (batch-agent work --import-from DIR)"

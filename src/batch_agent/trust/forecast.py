@@ -8,7 +8,6 @@ look: a bad decision costs work and no confidence.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Sequence
 from statistics import NormalDist
 from typing import NamedTuple
@@ -17,6 +16,7 @@ from batch_agent.trust.anytime import rows_until
 from batch_agent.trust.promise import Walk
 
 DRAWS = 120
+FEW = 50  # rows of the audit, below which little is known
 HOPE = 0.6  # standard errors by which a share may be smaller than measured: 0, 1 and 1.5 cost people more rows
 LEVEL = 0.8
 WIDEST = 10.0  # an interval with a larger ratio of its ends says nothing
@@ -38,8 +38,15 @@ class Workload(NamedTuple):
 def rates(walk: Walk) -> list[float]:
     """Return, for each threshold, the share of all rows that are kept and wrong, as the audit shows it: a little less,
     because an audit that takes too long costs less than one that stops too early."""
-    means = ((wrong + 0.5) / (walk.drawn + 1) for wrong in walk.wrong)
+    means = [a / (a + b) for a, b in (_belief(walk, wrong) for wrong in walk.wrong)]
     return [max(0.3 * mean, mean - HOPE * math.sqrt(mean * (1 - mean) / (walk.drawn + 1))) for mean in means]
+
+
+def _belief(walk: Walk, wrong: int) -> tuple[float, float]:
+    """Return the parameters of the beta distribution of a share: before enough rows were seen, it is thought to be a
+    half of what the promise allows."""
+    few = max(0, FEW - walk.drawn)
+    return wrong + 0.5 + few * walk.tables.allowed / 2, walk.drawn - wrong + 0.5 + few * (1 - walk.tables.allowed / 2)
 
 
 def plan(
@@ -49,12 +56,12 @@ def plan(
     the wrong share of the rows that come, for each threshold. ``first``: rows of the audit's first step. ``repairs``:
     False if the rows that are sent on cost people nothing."""
     tables, shares = walk.tables, shares or rates(walk)
-    rest = tables.rows - walk.drawn
+    rest = walk.drawn_from - walk.drawn
     judged, behind = sum(done), [0] * len(walk.most)
     for place in range(len(behind)):
         judged -= done[place]
         behind[place] = judged  # rows that are sent on and judged
-    least = max(0, min(first, tables.rows) - walk.drawn)
+    least = max(0, min(first, walk.drawn_from) - walk.drawn)
 
     def cost(place: int, audit: int) -> Workload:
         open_rows = max(0, tables.sent[place] - behind[place]) if repairs else 0
@@ -68,9 +75,9 @@ def plan(
         if most < 0:
             continue
         until = rows_until(
-            most + 1, shares[place], walk.wrong[place], walk.drawn, tables.rows, tables.promise.prior_b, walk.error
+            most + 1, shares[place], walk.wrong[place], walk.drawn, walk.drawn_from, tables.promise.prior_b, walk.error
         )
-        if until >= tables.rows and walk.wrong[place] + shares[place] * rest > most:
+        if until >= walk.drawn_from and walk.wrong[place] + shares[place] * rest > most:
             break  # it does not keep the promise, and neither do those that keep more rows
         audit = max(audit, until - walk.drawn)
         found = cost(place, audit)
@@ -88,24 +95,22 @@ def possible(walk: Walk, done: Sequence[int], judgements: float, *, repairs: boo
 def interval(
     walk: Walk, done: Sequence[int], *, first: int = 0, repairs: bool = True, draws: int = DRAWS
 ) -> tuple[int, int]:
-    """Return the judgements left, from and to, at 80 %: the plan for shares of wrong rows that are drawn from their
-    beta-binomial distribution. The rows of one draw are equally lucky at all thresholds, which share their rows."""
-    draw = random.Random(f"{walk.drawn} {walk.wrong} {list(done)}")
+    """Return the judgements left, from and to, at 80 %: the plan for quantiles of the shares of wrong rows, which are
+    beta-binomial. Each of them is at the same quantile at all thresholds, which share their rows."""
     middle = plan(walk, done, first=first, repairs=repairs)
     ahead = max(20, middle.audit)
     found = []
     for step in range(draws):
         lucky = (step + 0.5) / draws
-        shares = [_share(draw, lucky, wrong, walk.drawn, ahead) for wrong in walk.wrong]
+        shares = [_share(lucky, *_belief(walk, wrong), ahead) for wrong in walk.wrong]
         found.append(plan(walk, done, shares, first=first, repairs=repairs).left)
     found.sort()
     tail = (1 - LEVEL) / 2
     return found[int(tail * draws)], found[min(draws - 1, math.ceil((1 - tail) * draws))]
 
 
-def _share(draw: random.Random, lucky: float, wrong: int, drawn: int, ahead: int) -> float:
-    """Return a quantile of the wrong share of the next ``ahead`` rows (beta-binomial, by its first three moments)."""
-    a, b = wrong + 0.5, drawn - wrong + 0.5
+def _share(lucky: float, a: float, b: float, ahead: int) -> float:
+    """Return a quantile of the wrong share of the next ``ahead`` rows (beta-binomial, by its first two moments)."""
     mean = a / (a + b)
     variance = mean * (1 - mean) / ahead * (1 + (ahead - 1) / (a + b + 1))
     shape = mean * mean / variance  # a gamma distribution with this mean and variance: it is skewed as shares are

@@ -157,6 +157,8 @@ class Tables:
     lost: Sequence[int]
     error: float  # of people on rows that they repair
     by_people: bool = True  # rows are sent on to people, not to another model
+    before: int = 0  # rows of the order before the audit, which another prompt was tried on
+    before_wrong: float = 0.0  # of these, as far as it is known
 
     @classmethod
     def of_bands(
@@ -175,9 +177,20 @@ class Tables:
             sent.append(left)
         return cls(promise, sum(bands), sent, lost or [0] * len(sent), error, by_people)
 
+    @property
+    def allowed(self) -> float:
+        """The share of rows that may be wrong."""
+        return 1 - float(self.promise.share)
+
+    def sent_wrong(self, place: int) -> float:
+        """Return how many rows count as wrong beside those that are kept."""
+        lost, sent = self.lost[place], self.sent[place]
+        return lost + self.error * max(0, sent - lost) + self.before_wrong
+
     def most(self) -> list[int]:
         """Return, for each threshold, how many of the kept rows may be wrong; negative if none may be sent on."""
-        allowed, error = self.promise.most_wrong(self.rows), Fraction(str(self.error))
+        error = Fraction(str(self.error))
+        allowed = self.promise.most_wrong(self.rows) - Fraction(str(self.before_wrong))
         pairs = zip(self.sent, self.lost, strict=True)
         return [math.floor(allowed - error * max(0, sent - lost) - lost) for sent, lost in pairs]
 
@@ -195,6 +208,7 @@ class Walk:
         self.seen_wrong = [0] * (len(self.most) + 1)
         self.passed: int | None = None
         self._place, self._b = 0, tables.promise.prior_b
+        self.drawn_from = tables.rows - tables.before
         self._go_on()
 
     @property
@@ -226,27 +240,24 @@ class Walk:
     def refutes(self, place: int, bad: int) -> bool:
         if bad > self._could_be_wrong(place):
             return True
-        return refuted(bad, self.wrong[place], self.drawn, self.tables.rows, self._b, self.error)
+        return refuted(bad, self.wrong[place], self.drawn, self.drawn_from, self._b, self.error)
 
     def _could_be_wrong(self, place: int) -> int:
         """Return how many rows the audit could find wrong: of rows that people repair, none."""
         return self.tables.rows - self.tables.sent[place] if self.tables.by_people else self.tables.rows
 
-    def bound(self, place: int) -> float:
-        """Return the share of wrong rows of a table, at most."""
+    def bound(self, place: int, now: Tables | None = None) -> float:
+        """Return the share of wrong rows of a table, at most. ``now``: the tables as they are, with repairs that are
+        not done yet."""
         tables = self.tables
-        kept = at_most(self.wrong[place], self.drawn, tables.rows, self._b, self.error)
+        kept = at_most(self.wrong[place], self.drawn, self.drawn_from, self._b, self.error)
         kept = min(kept, self._could_be_wrong(place))
         if place == self.passed:
             kept = min(kept, self.most[place])  # it was refuted at an earlier look, which is enough
-        return (kept + self.repaired_wrong(place)) / tables.rows if tables.rows else 0.0
+        return (kept + (now or tables).sent_wrong(place)) / tables.rows if tables.rows else 0.0
 
     def measured(self, place: int) -> float:
         """Return the share of wrong rows of a table, as the audit shows it."""
         tables = self.tables
         shown = self.wrong[place] / self.drawn if self.drawn else 0.0
-        return shown + (self.repaired_wrong(place) / tables.rows if tables.rows else 0.0)
-
-    def repaired_wrong(self, place: int) -> float:
-        lost, sent = self.tables.lost[place], self.tables.sent[place]
-        return lost + self.tables.error * max(0, sent - lost)
+        return shown + (tables.sent_wrong(place) / tables.rows if tables.rows else 0.0)

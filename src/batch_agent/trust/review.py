@@ -21,7 +21,7 @@ from batch_agent.trust.intervals import Share, share
 from batch_agent.trust.order import KeyedOrder
 
 Queue = Literal["audit", "repair"]
-EventKind = Literal["answer", "none", "skip", "undo", "lease", "free", "audit"]
+EventKind = Literal["answer", "none", "skip", "undo", "lease", "free", "audit", "thresholds", "frozen"]
 VerdictKind = Literal["open", "answer", "none", "skipped", "disputed"]
 AUDIT: Queue = "audit"
 REPAIR: Queue = "repair"
@@ -39,7 +39,9 @@ class Event:
 
     ``answer``, ``none`` (no right answer exists) and ``skip`` are a person's. ``undo`` takes back the event ``undoes``.
     ``lease`` gives a row to a person ``until`` a time; None: until it is judged or freed. ``audit`` says that the
-    first ``rows`` rows of the order are audited.
+    first ``rows`` rows of the order are audited. ``thresholds`` begins the audit of a promise: its key is the ``id``,
+    ``input`` identifies what was asked, ``rows`` rows of the order come before it, and ``output`` are the thresholds.
+    ``frozen`` is the answer of a row that this audit is about.
     """
 
     n: int
@@ -140,6 +142,8 @@ class Review:
         self.names: dict[str, str] = {}  # person → name as it was first given
         self.audit_rows = 0  # asked for without a promise
         self.outdated = 0  # answers that the schema of now does not allow
+        self.thresholds: Event | None = None  # of a promise, with what its audit was drawn by
+        self.frozen: dict[int, Event] = {}  # the answers that the audit of a promise is about, by row
 
     def add(self, events: Iterable[Event]) -> None:
         """Take the next events of the log."""
@@ -150,6 +154,12 @@ class Review:
         who = person(event.who)
         if event.kind == "audit":
             self.audit_rows = max(self.audit_rows, event.rows)
+            return
+        if event.kind == "thresholds":
+            self.thresholds, self.frozen = event, {}
+            return
+        if event.kind == "frozen":
+            self.frozen[event.row] = event
             return
         if event.kind == "undo":
             self._undo(event, who)

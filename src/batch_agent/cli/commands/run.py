@@ -23,6 +23,7 @@ from batch_agent.agent.dryrun import DryRun, marks_for
 from batch_agent.agent.fingerprint import matched, rows_under
 from batch_agent.agent.prepare import prepare
 from batch_agent.api import BatchAgent
+from batch_agent.blocking import in_thread
 from batch_agent.cli.commands.models import fetch_missing
 from batch_agent.cli.exit_status import (
     ALL_OK,
@@ -66,15 +67,17 @@ from batch_agent.messages import JsonObject
 from batch_agent.observe.numbers import of_record
 from batch_agent.observe.progress import Display, can_redraw, is_pipe, with_expected
 from batch_agent.observe.statistics import RecentResult, Statistics
-from batch_agent.observe.summary import score_summary, summary_json, summary_lines
+from batch_agent.observe.summary import promise_summary, score_summary, summary_json, summary_lines
 from batch_agent.observe.terminal import LiveDisplay, PlainDisplay, TerminalDisplay
 from batch_agent.observe.text import counted, harmless, rows
 from batch_agent.record.address import StoreAddress, directory_of, place_of
 from batch_agent.record.keys import Keys
+from batch_agent.record.promise import PromiseStanding
 from batch_agent.record.reader import RunSnapshot, look, open_run
 from batch_agent.record.rundir import RESULTS, RUN
 from batch_agent.record.score_reader import has_gold, score_of_run
 from batch_agent.run.changes import Changes, OnChange, retries
+from batch_agent.run.promise import standing_of
 from batch_agent.run.run import Run
 from batch_agent.run.scoring import final_score
 from batch_agent.spec import BatchSpec
@@ -268,12 +271,14 @@ async def _run(
             say(f"batch-agent: no row has an answer, so {writer.destination} is unchanged")
         taken = run.gold if isinstance(run, Flow) else None if run.scoring is None else run.scoring.taken
         score = None if taken is None else final_score(run)
-        report.finished(statistics(), run.tool_statistics(), score)
+        promise = None if isinstance(run, Flow) else await in_thread(lambda: run.promise)
+        report.finished(statistics(), run.tool_statistics(), score, promise)
         if interrupts.stopped_by is not None:
             return SIGNALLED + interrupts.stopped_by
         code = exit_code(statistics())
         code = code if all_ok or code != ALL_OK else ROWS_FAILED
         unmet = taken is not None and taken.options.require and (score is None or score.unmet)
+        unmet = unmet or (promise is not None and not promise.kept)
         return REQUIRED if unmet and code in (ALL_OK, ROWS_FAILED) else code
 
 
@@ -369,10 +374,18 @@ class Reporter:
         self._writer = writer
         self._stdout = stdout if options.output is not None else None
 
-    def finished(self, statistics: Statistics, tools: Mapping[str, ToolStatistics], score: Score | None = None) -> None:
+    def finished(
+        self,
+        statistics: Statistics,
+        tools: Mapping[str, ToolStatistics],
+        score: Score | None = None,
+        promise: PromiseStanding | None = None,
+    ) -> None:
         output = self._writer.destination
         if not self._json:
             say("\n".join(summary_lines(statistics, output=output, tools=tools, score=score)))
+            if promise is not None:
+                say("\n".join(promise_summary(promise, shlex.quote(self._name))))
             self._say_overall(statistics)
             for line in self._named_record(statistics):
                 say(line, wrap=False)
@@ -380,7 +393,7 @@ class Reporter:
         run_dir = self._record(statistics)
         again = None if run_dir is None else f"batch-agent resume {shlex.quote(run_dir)} --yes"
         record = {
-            **summary_json(statistics, output=output, tools=tools, score=score),
+            **summary_json(statistics, output=output, tools=tools, score=score, promise=promise),
             **({} if self.pilot is None else self.pilot.to_json(again)),
             "run_dir": run_dir,
         }
@@ -500,11 +513,15 @@ def _say_complete(view: RunSnapshot, *, as_json: bool) -> int:
     if has_gold(view.facts):
         with open_run(view.name) as run:
             score = score_of_run(run, {})
+    promise = standing_of(view.name)
     if as_json:
         measured = {} if score is None else {"score": score.to_json()}
+        measured |= {} if promise is None else {"promise": promise.to_json()}
         put_json({"state": view.state, "rows": ok, "output": output, **measured})
     else:
         text = f"{view.name} is complete: {ok:,} rows, all ok, and neither its spec nor its rows have changed."
         lines = [] if score is None else score_summary(score)
+        lines += [] if promise is None else promise_summary(promise, shlex.quote(view.name))
         say("\n".join([f"{text} Kept {ok:,}, to send 0.", *lines, f"  results  {output}"]))
-    return ALL_OK if score is None or not score.unmet else REQUIRED
+    unmet = (score is not None and score.unmet) or (promise is not None and not promise.kept)
+    return REQUIRED if unmet else ALL_OK

@@ -27,9 +27,11 @@ from batch_agent.observe.text import (
     wrapped,
 )
 from batch_agent.record.address import RunPlace, place_of
+from batch_agent.record.promise import PromiseStanding
 from batch_agent.record.reader import RunReader, RunSnapshot, look, open_run, runs_in
 from batch_agent.record.rundir import SCHEMA, stage_names
 from batch_agent.record.score_reader import has_gold, score_of_run
+from batch_agent.run.promise import standing_of
 from batch_agent.trust.shown import brief_lines
 
 EVERY = 2.0  # seconds between two reads: another process cannot be awaited
@@ -51,8 +53,8 @@ def status_command(options: argparse.Namespace) -> int:
     with open_run(options.run_dir) as run:
         while True:
             view = run.view()
-            score = _score(run, view)
-            text = to_json(status_json(view, score)).decode() if options.json else _text(view, score)
+            score, promise = _score(run, view), standing_of(options.run_dir)
+            text = to_json(status_json(view, score, promise)).decode() if options.json else _text(view, score, promise)
             if not options.json:
                 text = wrapped(text, terminal_width(sys.stdout))
             if text != shown:
@@ -70,7 +72,9 @@ def _over(shown: str) -> str:
     return UP.format(shown.count("\n") + 1) + CLEAR
 
 
-def status_json(view: RunSnapshot, score: JsonObject | None = None) -> JsonObject:
+def status_json(
+    view: RunSnapshot, score: JsonObject | None = None, promise: PromiseStanding | None = None
+) -> JsonObject:
     """Return the run as one JSON object. For a pipeline, ``rows`` is the sum and ``stages`` has each stage."""
     hidden = ("command", "rows", "stages", "unpriced", GOLD_FACT, SCHEMA)
     facts = {name: value for name, value in view.facts.items() if name not in hidden}
@@ -91,6 +95,8 @@ def status_json(view: RunSnapshot, score: JsonObject | None = None) -> JsonObjec
     }
     if score is not None:
         status["score"] = score
+    if promise is not None:
+        status["promise"] = promise.to_json()
     if view.workers:
         status["workers"] = [{"host": worker.get("host"), "pid": worker.get("pid")} for worker in view.workers]
     if names := stage_names(view.facts):
@@ -115,7 +121,7 @@ def _score(run: RunReader, view: RunSnapshot) -> JsonObject | None:
         return None
 
 
-def _text(view: RunSnapshot, score: JsonObject | None = None) -> str:
+def _text(view: RunSnapshot, score: JsonObject | None = None, promise: PromiseStanding | None = None) -> str:
     now, facts = view.progress, view.facts
     if not facts:
         return f"{view.name}\n  state    starting: a process has this run, and has not begun with the rows yet"
@@ -144,6 +150,9 @@ def _text(view: RunSnapshot, score: JsonObject | None = None) -> str:
         lines.append(("answers", words))
     lines.append(("spent", numbers.spent_words))
     lines += [("" if place else "score", words) for place, words in enumerate(brief_lines(score or {}))]
+    if promise is not None:
+        about = promise.lines(shlex.quote(view.name))
+        lines += [("" if place else "promise", words) for place, words in enumerate(about)]
     if view.state not in ALIVE and (view.state != "complete" or now.failed):
         command = f"batch-agent resume {shlex.quote(view.name)}"
         lines.append(("continue", command if facts.get("command") is not None else "run it again with resume=True"))

@@ -36,7 +36,7 @@ from batch_agent.record.redis.connection import Client, RedisConnection, entries
 from batch_agent.record.redis.scripts import GROUP
 from batch_agent.record.redis.store import RUNS, RedisRunStore, unpack_step
 from batch_agent.record.row_json import decode_row
-from batch_agent.record.rundir import GOLD, stage_names
+from batch_agent.record.rundir import stage_names
 from batch_agent.record.steps import Past, Spent
 from batch_agent.record.store import KeptStep, RecordedRow, RunProgress
 from batch_agent.record.timeline import MOST_SAMPLES, SAMPLE, Line, TimelineRecord
@@ -256,8 +256,8 @@ class RedisReader(RunReader):
     def job_lines(self) -> list[bytes]:
         return self.store.job_lines()
 
-    def gold_lines(self) -> list[bytes]:
-        return (self.store.get_file(GOLD) or "").encode().splitlines()
+    def kept_lines(self, name: str) -> list[bytes]:
+        return (self.store.get_file(name) or "").encode().splitlines()
 
     def status(self) -> JsonObject | None:
         return None  # a run in Redis has no metrics of its own after its end; its summary has them

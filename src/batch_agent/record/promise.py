@@ -1,0 +1,705 @@
+"""A promise about a run's table, as its record knows it: the rows of its audit, what is proved, what is left to do.
+
+``RunPromise`` reads the facts of the run, its finished rows and the log of its review, and appends to that log alone:
+the thresholds once, when the first answer of the audit is opened, and each answer before a person sees its row. So
+all that is decided can be decided again from the record, with the same outcome. Methods block.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from hashlib import blake2b
+from itertools import repeat
+from typing import Literal, NamedTuple, Self, cast
+
+from pydantic import JsonValue
+
+from batch_agent.files.gold import GOLD_FACT
+from batch_agent.files.results import from_json, to_json
+from batch_agent.files.tables import Record
+from batch_agent.messages import JsonObject
+from batch_agent.money import dollars
+from batch_agent.record.reader import RowLines, RunReader
+from batch_agent.record.review import ReviewLog
+from batch_agent.record.rundir import SCHEMA
+from batch_agent.trust.forecast import WIDEST, Workload, interval, plan, possible
+from batch_agent.trust.gold import GoldField
+from batch_agent.trust.order import KeyedOrder
+from batch_agent.trust.promise import (
+    PEOPLE_ERROR,
+    TWICE,
+    Promise,
+    Tables,
+    Walk,
+    band,
+    first_step,
+    grid,
+    outcomes_in_order,
+    people_error,
+    promised_fields,
+)
+from batch_agent.trust.review import AUDIT, REPAIR, Event, Review, ReviewRow
+from batch_agent.trust.table import GoldTable
+
+PROMISE = "promise"  # the fact of a run that has one
+HEAD = "audit.jsonl"  # the first rows of the audit's order
+HEAD_ROWS = 10_000
+UNFINISHED, NEVER = math.nan, 2.0  # in place of a doubt: no result yet; no answer, or one without a doubt
+SUMS = 2**128
+
+PromiseState = Literal["kept", "not yet", "impossible"]
+NextStep = Literal["models", "audit", "repair"]
+
+
+def input_digest(value: object) -> str:
+    """Return the digest of a row's input."""
+    return blake2b(to_json(value), digest_size=8).hexdigest()
+
+
+def row_digest(name: str, value: object) -> int:
+    """Return the digest of a row, with its id. The sum over all rows is that of the table, in any order."""
+    made = blake2b(f"{len(name)}:{name}".encode("utf-8", "surrogatepass"), digest_size=16)
+    made.update(to_json(value))
+    return int.from_bytes(made.digest())
+
+
+def audit_key(promise: Promise, rows: int, digest: str, beacon: str | None) -> str:
+    """Return the key that draws the rows of the audit. It is made of the rows and the promise, so it is not chosen."""
+    made = [promise.field, str(promise.share), rows, digest, beacon or ""]
+    return blake2b(to_json(made), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class PromiseFacts:
+    """What a run records of its promise at its start."""
+
+    promise: Promise
+    rows: int
+    digest: str  # of all rows
+    key: str
+    pilot: int = 0
+    people_error: float = PEOPLE_ERROR
+    max_people: int | None = None
+    max_cost: float | None = None
+    price: float | None = None
+    truth: str | None = None
+    beacon: str | None = None
+    doubt: bool = True  # answers have one
+    tolerance: Mapping[str, float] | None = None
+
+    def to_json(self) -> JsonObject:
+        promise = self.promise
+        named = {"text": promise.text, "field": promise.field, "share": str(promise.share)}
+        names = [name for name in self.__dataclass_fields__ if name != "promise"]
+        return {**named, **{name: getattr(self, name) for name in names}}
+
+    @classmethod
+    def of(cls, facts: JsonObject) -> PromiseFacts | None:
+        """Return what a record says; None if its run has no promise."""
+        known = facts.get(PROMISE)
+        if not isinstance(known, dict) or not known.get("key"):
+            return None
+        promise = Promise(str(known["text"]), str(known["field"]), Fraction(str(known["share"])))
+        names = [name for name in cls.__dataclass_fields__ if name != "promise"]
+        return cls(promise, **{name: known[name] for name in names if name in known})  # type: ignore[arg-type]
+
+    @property
+    def first(self) -> int:
+        return first_step(self.promise, self.pilot)
+
+
+class PromiseStanding(NamedTuple):
+    """How a promise stands. ``bound`` and ``measured`` are shares of wrong rows of the table at ``threshold``, None if
+    nothing is proved or seen. ``left`` are judgements at 80 %, ``cost`` their price. ``error`` is that of people,
+    ``twice`` the rows that two of them judged. ``next`` is what comes next."""
+
+    state: PromiseState
+    text: str
+    why: str
+    truth: str
+    rows: int
+    coverage: float
+    audited: int
+    wrong: int
+    bound: float | None
+    measured: float | None
+    threshold: float | None
+    error: float
+    twice: int
+    judgements: int
+    audit: int
+    repair: int
+    left: tuple[int, int] | None
+    cost: tuple[float, float] | None
+    next: NextStep | None
+
+    @property
+    def kept(self) -> bool:
+        return self.state == "kept"
+
+    @property
+    def left_words(self) -> str:
+        """The judgements left; an interval wider than a factor of ten says only how many at least."""
+        if self.left is None:
+            return ""
+        low, high = self.left
+        if high > WIDEST * max(1, low):
+            return f"at least {max(1, low):,} judgements are left, nobody can say yet how many"  # words: ok
+        words = f"{low:,} to {high:,} judgements are left (80 %)" if low < high else f"{low:,} judgements are left"
+        if self.cost is not None:
+            words += f", {dollars(self.cost[0])} to {dollars(self.cost[1])}"
+        return words
+
+    def lines(self, run: str = "") -> list[str]:
+        """Return how it stands, for a person. ``run`` is the name of the run for commands."""
+        state = "not yet kept" if self.state == "not yet" else self.state
+        found = [f"{self.text} is {state}: {self.why}"]
+        if self.bound is not None:
+            measured = (
+                "" if self.measured is None else f", {self.measured:.2%} measured ({self.audited:,} rows audited)"
+            )
+            words = f"at most {self.bound:.2%} of {self.rows:,} rows are wrong (95 %){measured}"
+            found.append(f"{words}; coverage {self.coverage:.3f}")
+        found.append(f"by {self.truth}; {self._people_words()}")
+        if not self.kept and self.left_words:
+            found.append(self.left_words)
+        if not self.kept and self.next in ("audit", "repair") and run:
+            found.append(f"next: batch-agent review {run}")
+        return found
+
+    def _people_words(self) -> str:
+        how = f"measured on {self.twice} rows that two people judged" if self.twice >= TWICE else "assumed"
+        return f"repaired rows count as wrong with {self.error:.3g} ({how}; outside the 95 %)"
+
+    def to_json(self) -> JsonObject:
+        found = {name: value for name, value in self._asdict().items() if name not in ("text", "left", "cost")}
+        left = None if self.left is None else [*self.left]
+        cost = None if self.cost is None else [*self.cost]
+        wide = self.left is not None and self.left[1] > WIDEST * max(1, self.left[0])
+        words = {"words": self.left_words or None, "interval": left, "cost": cost, "wide": wide}
+        return {"promise": self.text, **found, "left": None if left is None else cast(JsonValue, words)}
+
+
+class _Scan:
+    """The finished rows of a run: their doubts, and the digests of their inputs are read when they are needed."""
+
+    def __init__(self, run: RunReader, *, doubt: bool) -> None:
+        self._run, self._doubt = run, doubt
+        self._lines: RowLines | None = None
+        self.version = 0  # it changes when rows come
+        self._forget()
+
+    def _forget(self) -> None:
+        self.doubts, self.places = array("d"), array("q")
+        self.done = self.ok = 0
+        self.version += 1
+
+    def catch_up(self) -> None:
+        if self._lines is None or self._lines.replaced():
+            self.close()
+            self._lines = self._run.lines()
+            self._lines.replaced()
+            self._forget()
+        while page := self._lines.block():
+            self.version += 1
+            for place, record in page:
+                self._add(place, record)
+
+    def _add(self, place: int, record: Record) -> None:
+        index = cast(int, record["index"])
+        if (more := index + 1 - len(self.places)) > 0:
+            self.doubts.extend(repeat(UNFINISHED, more))
+            self.places.extend(repeat(-1, more))
+        before = self.doubts[index]
+        self.done += self.places[index] < 0
+        self.ok += bool(record.get("ok")) - (self.places[index] >= 0 and before < NEVER)
+        self.places[index], self.doubts[index] = place, doubt_of(record, doubt=self._doubt)
+
+    def records(self, indexes: Sequence[int]) -> list[Record | None]:
+        assert self._lines is not None, "the rows were read"
+        known = [index for index in indexes if self.is_done(index)]
+        found = dict(zip(known, self._lines.read([self.places[index] for index in known]), strict=True))
+        return [found.get(index) for index in indexes]
+
+    def is_done(self, index: int) -> bool:
+        return 0 <= index < len(self.places) and self.places[index] >= 0
+
+    def close(self) -> None:
+        if self._lines is not None:
+            self._lines.close()
+            self._lines = None
+
+
+def doubt_of(record: Record, *, doubt: bool) -> float:
+    """Return the doubt of a finished row by which it is sent on; ``NEVER`` for a row that always is. ``doubt``: the
+    answers of the run have one."""
+    if not record.get("ok"):
+        return NEVER
+    known = record.get("doubt")
+    if isinstance(known, int | float) and not isinstance(known, bool):
+        return float(known)
+    return NEVER if doubt else 0.0
+
+
+class RunPromise:
+    """The promise of a run. ``review`` has the events of ``log``; who holds both catches them up."""
+
+    def __init__(
+        self,
+        run: RunReader,
+        known: PromiseFacts,
+        review: Review,
+        log: ReviewLog,
+        *,
+        gold: GoldTable | None = None,
+        looks: int = 0,
+        overlap: float = 0.0,
+    ) -> None:
+        """``looks``: how many other prompts were scored on the gold before: then it is no truth for this one."""
+        self._run, self.known, self.review, self.log, self._gold = run, known, review, log, gold
+        self._known_walk: tuple[object, tuple[Walk, Workload, list[int]]] | None = None
+        self._overlap, self.looked = overlap, bool(gold is not None and known.pilot and looks)
+        facts = run.facts()
+        self._asked = str(facts.get("fingerprint"))
+        schema = facts.get(SCHEMA)
+        self.promise, self.fields = promised_fields(
+            known.promise, schema if isinstance(schema, dict) else None, known.tolerance
+        )
+        self._scan = _Scan(run, doubt=known.doubt)
+        self._full: list[int] | None = None
+
+    @classmethod
+    def of(cls, run: RunReader, review: Review, log: ReviewLog, *, overlap: float) -> Self | None:
+        """Return the promise of a run; None if it has none."""
+        facts = run.facts()
+        known = PromiseFacts.of(facts)
+        if known is None:
+            return None
+        if not isinstance(facts.get(GOLD_FACT), dict):
+            return cls(run, known, review, log, overlap=overlap)
+        gold = GoldTable.of_lines(iter(run.gold_lines()), by_name=False)
+        score = (run.view().summary or {}).get("score")
+        looks = score.get("looks") if isinstance(score, dict) else 0
+        looks = looks if isinstance(looks, int) else 1  # unknown: the ledger could not be read
+        return cls(run, known, review, log, gold=gold, looks=looks, overlap=overlap)
+
+    def close(self) -> None:
+        self._scan.close()
+
+    def catch_up(self) -> None:
+        """Read the rows that are new."""
+        self._scan.catch_up()
+
+    # The order of the audit
+
+    @cached_property
+    def _head(self) -> list[int]:
+        return [index for index, _ in head_rows(self._run)]
+
+    def _order(self, place: int) -> int | None:
+        """Return the row at a place of the order; None if it is unknown yet, or behind the last."""
+        if place < len(self._head):
+            return self._head[place]
+        if self._scan.done < self.known.rows or place >= self.known.rows:
+            return None
+        if self._full is None:
+            order = KeyedOrder(self.known.key)
+            ranked = ((order.rank(str(row.get("job_id"))), cast(int, row["index"])) for row in self._run.rows)
+            self._full = [index for _, index in sorted(ranked)]
+        return self._full[place] if place < len(self._full) else None
+
+    @property
+    def begun(self) -> Event | None:
+        """The event that began the audit; None if there is none of this prompt and these rows."""
+        found = self.review.thresholds
+        if found is None or (found.id, found.input) != (self.known.key, self._asked):
+            return None
+        return found
+
+    @property
+    def voided(self) -> str:
+        """Why an audit that was begun does not count; "" if it does."""
+        found = self.review.thresholds
+        if found is None or self.begun is not None:
+            return ""
+        what = "rows or the promise" if found.id != self.known.key else "prompt, the model or the schema"
+        return f"the {what} changed after the audit began, so it begins again"
+
+    @property
+    def thresholds(self) -> tuple[float, ...]:
+        found = self.begun
+        return grid(()) if found is None else tuple(cast("list[float]", found.output))
+
+    @property
+    def before(self) -> int:
+        """Number of rows of the order before those of the audit."""
+        found = self.begun
+        return 0 if found is None else found.rows
+
+    def freeze(self) -> None:
+        """Record the thresholds, and the answers of the rows that people may see next. Call it before a row is given
+        to a person, and before a result of the audit is used."""
+        self._scan.catch_up()
+
+        def decide(now: float) -> tuple[list[Event], None]:
+            events: list[Event] = []
+            begun, frozen = self.begun, self.review.frozen
+            if begun is None:
+                first = self._order(self._next_offset())
+                if first is None or not self._scan.is_done(first):
+                    return [], None
+                begun, frozen = self._first_event(), {}
+                events.append(begun)
+            for index in self._ready(begun.rows, self._wanted(begun), frozen):
+                events.append(self._frozen(index))
+            return events, None
+
+        self.log.change(self.review, decide)
+
+    def _next_offset(self) -> int:
+        """Return how many rows of the order come before those of an audit that begins now: a prompt that was changed
+        after rows were audited is proved on the next ones."""
+        found, least = self.review.thresholds, self.known.pilot if self.looked else 0
+        if found is None or found.id != self.known.key:
+            return least
+        last = place = found.rows
+        while (index := self._order(place)) is not None and index in self.review.frozen:
+            place += 1
+            if self.review.verdict(index, AUDIT).kind != "open":
+                last = place
+        return max(last, least)
+
+    def _first_event(self) -> Event:
+        known = [doubt for doubt in self._scan.doubts if doubt < NEVER]
+        return Event(
+            0,
+            "thresholds",
+            id=self.known.key,
+            input=self._asked,
+            rows=self._next_offset(),
+            output=[*grid(known)],
+        )
+
+    def _wanted(self, begun: Event) -> int:
+        """Return how many rows the audit should have."""
+        if begun is not self.review.thresholds:
+            return self.known.first
+        walk, work, _ = self._walked()
+        return walk.drawn + work.audit
+
+    def _ready(self, before: int, wanted: int, frozen: Mapping[int, Event]) -> Iterator[int]:
+        """Yield the rows of the audit's head that can be frozen now."""
+        for place in range(before, before + wanted):
+            index = self._order(place)
+            if index is None or not self._scan.is_done(index):
+                return
+            if index not in frozen:
+                yield index
+
+    def _frozen(self, index: int) -> Event:
+        [record] = self._scan.records([index])
+        assert record is not None, "a finished row has a record"
+        doubt = doubt_of(record, doubt=self.known.doubt)
+        answer: JsonObject = {"ok": bool(record.get("ok")), "output": cast(JsonValue, record.get("output"))}
+        answer["doubt"] = None if doubt == NEVER else doubt
+        return Event(
+            0,
+            "frozen",
+            row=index,
+            id=str(record.get("job_id")),
+            queue=AUDIT,
+            input=input_digest(record.get("input")),
+            output=answer,
+        )
+
+    # What people see
+
+    def audit(self) -> list[ReviewRow]:
+        """Return the rows of the audit that people may see, in its order."""
+        found, wanted = [], self._wanted(self.begun) if self.begun is not None else 0
+        for place in range(self.before, self.before + wanted):
+            index = self._order(place)
+            event = None if index is None else self.review.frozen.get(index)
+            if event is None:
+                break
+            found.append(ReviewRow(event.row, event.id, AUDIT, event.input))
+        return found
+
+    def repair(self) -> Iterator[tuple[float, ReviewRow]]:
+        """Yield the rows that people should repair, each with its doubt: those above the threshold that the audit has
+        reached, once it has."""
+        if self.begun is None:
+            return
+        _, work, _ = self._walked()
+        if work.audit or work.threshold is None:
+            return
+        for index, doubt in enumerate(self._scan.doubts):
+            if self._scan.is_done(index) and band(self.thresholds, doubt) > work.threshold:
+                [record] = self._scan.records([index])
+                if record is not None:
+                    name = str(record.get("job_id"))
+                    yield doubt, ReviewRow(index, name, REPAIR, input_digest(record.get("input")))
+
+    # What is proved
+
+    def outcomes(self) -> Iterator[tuple[int, bool] | None]:
+        """Yield, for each row of the audit in its order, its band and whether its frozen answer is wrong; None if that
+        is open."""
+        thresholds = self.thresholds
+        place = self.before
+        while (index := self._order(place)) is not None and (event := self.review.frozen.get(index)) is not None:
+            wrong = self._wrong(event, place)
+            yield None if wrong is None else (band(thresholds, _doubt(event)), wrong)
+            place += 1
+
+    def _wrong(self, event: Event, place: int) -> bool | None:
+        """Return whether a frozen answer is wrong; None if it is not judged."""
+        answer = cast(JsonObject, event.output)
+        right = self._right(event, place)
+        if right is None:
+            return None
+        if not answer.get("ok") or right is False:
+            return True
+        output = answer.get("output")
+        return not all(_agrees(field, output, right) for field in self.fields.values())
+
+    def _right(self, event: Event, place: int) -> JsonObject | Literal[False] | None:
+        """Return the right answer of a row; False if there is none, None if it is unknown yet."""
+        truth = self.known.truth
+        if truth in (None, "gold") and not self.looked and place < self.known.pilot:
+            values = self._gold_of(event.row, event.id)
+            if values is not None:
+                return values
+        if truth == "gold":
+            return None
+        verdict = self.review.verdict(event.row, AUDIT, event.input)
+        if verdict.kind == "open":
+            return None
+        if verdict.kind != "answer":
+            return False
+        output = verdict.output
+        return {name: field.take(output) for name, field in self.fields.items()}
+
+    def _gold_of(self, row: int, name: str) -> JsonObject | None:
+        """Return the gold of a row that has some for all promised fields."""
+        found = None if self._gold is None else self._gold.place(row, name)
+        if found is None or self._gold is None:
+            return None
+        values = self._gold.row(found).values
+        return dict(values) if self.fields.keys() <= values.keys() else None
+
+    def _walked(self) -> tuple[Walk, Workload, list[int]]:
+        """Return the tests so far, what is to be done next, and the number of judged rows in each band."""
+        version = self._scan.version, self.log.count, self.review.thresholds
+        if self._known_walk is None or self._known_walk[0] != version:
+            self._known_walk = version, self._walk()
+        return self._known_walk[1]
+
+    def _walk(self) -> tuple[Walk, Workload, list[int]]:
+        thresholds, known = self.thresholds, self.known
+        bands, done, none = ([0] * (len(thresholds) + 1) for _ in range(3))
+        for doubt in self._scan.doubts:
+            if doubt == doubt:  # finished
+                bands[band(thresholds, doubt)] += 1
+        bands[-1] += known.rows - sum(bands)
+        for index, answered in self._judged().items():
+            place = band(thresholds, self._scan.doubts[index]) if self._scan.is_done(index) else -1
+            (done if answered else none)[place] += 1
+        lost = [sum(none[place + 1 :]) for place in range(len(thresholds))]
+        error, _ = self._error()
+        tables = Tables.of_bands(self.promise, bands, error, lost)
+        if self.before:
+            tables = replace(tables, before=self.before, before_wrong=self._before_wrong(error))
+        walk = Walk(tables)
+        for place, wrong in outcomes_in_order(self.outcomes()):
+            walk.add(place, wrong=wrong)
+        judged = [one + other for one, other in zip(done, none, strict=True)]
+        return walk, plan(walk, judged, first=known.first), judged
+
+    def _judged(self) -> dict[int, bool]:
+        """Return the rows for which people decided, with whether there is a right answer."""
+        found: dict[int, bool] = {}
+        for row, queue in self.review.judged_rows():
+            verdict = self.review.verdict(row, queue)
+            if verdict.decided and (queue == AUDIT or row not in found):
+                found[row] = verdict.kind == "answer"
+        return found
+
+    def _before_wrong(self, error: float) -> float:
+        """Return how many of the rows before the audit count as wrong: those that people have answered with people's
+        own error, those with gold if they are wrong, and all others."""
+        judged, found = self._judged(), 0.0
+        rows = [index for place in range(self.before) if (index := self._order(place)) is not None]
+        for index, record in zip(rows, self._scan.records(rows), strict=True):
+            gold = None if record is None else self._gold_of(index, str(record.get("job_id")))
+            if judged.get(index, False):
+                found += error
+            elif record is None or gold is None or not record.get("ok"):
+                found += 1
+            else:
+                output = cast(JsonValue, record.get("output"))
+                found += not all(_agrees(field, output, gold) for field in self.fields.values())
+        return round(found, 6)
+
+    def _error(self) -> tuple[float, int]:
+        """Return the error of people, and on how many rows that were judged twice it was measured."""
+        agreement = self.review.agreement()
+        pairs, same = (0, 0) if agreement is None else (agreement.rows, agreement.right)
+        return people_error(pairs - same, pairs, self.known.people_error), pairs
+
+    def standing(self, *, spent: float | None = None) -> PromiseStanding:
+        """Return how the promise stands. ``spent`` is the cost of the models."""
+        self._scan.catch_up()
+        known, scan = self.known, self._scan
+        walk, work, judged = self._walked()
+        kept = self._kept(walk)
+        state: PromiseState = "kept"
+        why = "it is proved, and all rows that people must repair are repaired"
+        left = cost = None
+        best = kept if kept is not None else walk.passed
+        if kept is None:
+            left = self._left(walk, judged)
+            cost = None if known.price is None else (left[0] * known.price, left[1] * known.price)
+            state, why = self._open(walk, work, judged, spent)
+        shown = best if best is not None else walk.next
+        now = self._now(walk.tables)
+        place = 0 if shown is None else shown
+        error, twice = self._error()
+        begun = self.begun is not None
+        return PromiseStanding(
+            state,
+            known.promise.text,
+            why,
+            self.truth,
+            known.rows,
+            self._coverage(),
+            walk.drawn,
+            walk.wrong[place] if begun else 0,
+            None if best is None or not walk.drawn else walk.bound(best, now),
+            walk.measured(place) if walk.drawn else None,
+            self.thresholds[place] if begun and shown is not None else None,
+            error,
+            twice,
+            self.review.judgements,
+            work.audit,
+            work.repair,
+            left,
+            cost,
+            None if state != "not yet" else self._next(work, scan.done),
+        )
+
+    def _now(self, tables: Tables) -> Tables:
+        """Return the tables as they are: rows that are sent on and not repaired yet are wrong."""
+        judged, thresholds = self._judged(), self.thresholds
+        answered = [0] * (len(thresholds) + 1)
+        for index, has_answer in judged.items():
+            if has_answer and self._scan.is_done(index):
+                answered[band(thresholds, self._scan.doubts[index])] += 1
+        lost = [sent - sum(answered[place + 1 :]) for place, sent in enumerate(tables.sent)]
+        return replace(tables, lost=lost)
+
+    def _kept(self, walk: Walk) -> int | None:
+        """Return the last threshold whose table keeps the promise as it is now, or None."""
+        if walk.passed is None or self._scan.done < self.known.rows or self.begun is None:
+            return None
+        for place in range(walk.passed, -1, -1):
+            most = self._now(walk.tables).most()[place]
+            if walk.most[place] < 0 or most < 0:
+                continue
+            if most >= walk.most[place] or walk.refutes(place, most + 1):
+                return place
+        return None
+
+    def _open(self, walk: Walk, work: Workload, judged: Sequence[int], spent: float | None) -> tuple[PromiseState, str]:
+        """Return the state of a promise that is not kept yet, and why."""
+        known, used = self.known, self.review.judgements
+        limits = [math.inf if known.max_people is None else known.max_people - used]
+        if known.max_cost is not None and known.price:
+            limits.append((known.max_cost - (spent or 0.0)) / known.price - used)
+        allowed = min(limits) / (1 + self._overlap)
+        if known.truth == "gold" and self.looked:
+            return "impossible", "the gold of the pilot was looked at before, so it proves nothing about this prompt"
+        if known.truth == "gold" and walk.drawn >= known.pilot and self._scan.done >= known.rows:
+            return "impossible", f"the gold of the {known.pilot} rows of the pilot does not show it"
+        if not possible(walk, judged, allowed):
+            if math.isinf(allowed):
+                return "impossible", "no table with these answers can keep it any more"
+            limit = "max_people" if min(limits) == limits[0] else "max_cost"
+            return "impossible", f"{limit} is reached before, even if every further judgement finds the answers right"
+        if self.voided and not walk.drawn:
+            return "not yet", self.voided
+        if self.looked and not walk.drawn:
+            return "not yet", (
+                "the gold of the pilot was looked at before, with another prompt, so it proves nothing about this one; "
+                "people judge the next rows of the order"
+            )
+        if self._scan.done < known.rows and not work.audit and not work.repair:
+            return "not yet", f"{known.rows - self._scan.done:,} rows wait for the models"
+        if work.audit:
+            return "not yet", f"{work.audit:,} more random rows wait for people's judgement, as far as is known now"
+        if work.repair:
+            return "not yet", f"the audit allows it; {work.repair:,} rows wait for people to repair them"
+        return "not yet", f"{known.rows - self._scan.done:,} rows wait for the models"
+
+    def _left(self, walk: Walk, judged: Sequence[int]) -> tuple[int, int]:
+        low, high = interval(walk, judged, first=self.known.first)
+        return math.floor(low * (1 + self._overlap)), math.ceil(high * (1 + self._overlap))
+
+    def _next(self, work: Workload, done: int) -> NextStep:
+        if work.audit and self.begun is not None:
+            for place in range(self.before, self.before + self.known.rows):
+                index = self._order(place)
+                if index is None or not self._scan.is_done(index):
+                    return "models"
+                event = self.review.frozen.get(index)
+                if event is None or self._wrong(event, place) is None:
+                    return "audit"
+        if self.begun is None:
+            first = self._order(self._next_offset())
+            return "audit" if first is not None and self._scan.is_done(first) else "models"
+        return "repair" if work.repair else "models"
+
+    def _coverage(self) -> float:
+        """Return the share of rows that have an answer, of the models or of people."""
+        more = 0
+        for index, answered in self._judged().items():
+            if self._scan.is_done(index):
+                has_one = self._scan.doubts[index] < NEVER
+                more += answered - has_one
+        return (self._scan.ok + more) / self.known.rows if self.known.rows else 0.0
+
+    @property
+    def truth(self) -> str:
+        """Whose answers are taken to be right, in words."""
+        of_gold = self._gold is not None and bool(self.known.pilot) and self.known.truth in (None, "gold")
+        of_gold = of_gold and not self.looked
+        if of_gold and self.known.truth == "gold":
+            return f"the gold of the {self.known.pilot} rows of the pilot"
+        return ("the gold of the pilot and " if of_gold else "") + "people's blind answers"
+
+
+def _doubt(event: Event) -> float | None:
+    known = cast(JsonObject, event.output).get("doubt")
+    return float(known) if isinstance(known, int | float) else None
+
+
+def _agrees(field: GoldField, output: JsonValue, right: Mapping[str, JsonValue]) -> bool:
+    return field.right(field.take(output), right.get(field.name))
+
+
+def head_rows(run: RunReader) -> list[tuple[int, str]]:
+    """Return the first rows of the audit's order, as the run recorded them at its start."""
+    found = []
+    for line in run.kept_lines(HEAD):
+        try:
+            row = from_json(line)
+        except ValueError:
+            continue
+        if isinstance(row, list) and len(row) == 2 and isinstance(row[0], int):
+            found.append((row[0], str(row[1])))
+    return found
