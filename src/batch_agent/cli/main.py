@@ -95,6 +95,18 @@ COMMANDS: Mapping[str, Command] = {
         "show runs in a browser",
         "Serve a page that shows a run, compares two runs, or lists all runs of a directory, during and after a run.",
     ),
+    "review": Command(
+        "let people judge rows of a run",
+        "Show rows of a run to a person, who judges them: random rows of an audit, without the answers of the models, and "
+        "rows that failed or were escalated, with them. At the terminal, or with --page in a browser. Works while the "
+        "run works, and for several reviewers at once.",
+    ),
+    "import-review": Command(
+        "take the answers of people from a table",
+        "Take the answers in a table that export --review wrote. Exit status 2 if a row is refused.",
+        adds="commands.review:add_import_review_arguments",
+        does="commands.review:import_review_command",
+    ),
     "report": Command(
         "write a run as one HTML file",
         "Write a run as one HTML file, which needs no server and no network.",

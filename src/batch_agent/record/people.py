@@ -301,7 +301,7 @@ class PeopleReview:
             if row is None:
                 return [], None
             until = now + self.lease
-            return [_event("lease", row, name, until=until)], (row, until)
+            return [event_of_row("lease", row, name, until=until)], (row, until)
 
         given = self.log.change(self.review, decide)
         return None if given is None else self._shown(*given)
@@ -328,6 +328,21 @@ class PeopleReview:
             raise Refusal("the row has no such file")
         return files[number]
 
+    def records(self, rows: Sequence[ReviewRow]) -> list[Record]:
+        """Return the records of these rows; an empty one for a row that is not in the record any more."""
+        return [{} if each is None else each for each in self._rows.records([row.row for row in rows])]
+
+    def leave(self, who: str) -> None:
+        """Free the row that a person holds, so that others get it at once."""
+        name = checked_name(who)
+
+        def decide(now: float) -> tuple[list[Event], None]:
+            held = [each for each in self.review.held_by(name, now) if each.until is not None]
+            rows = [ReviewRow(each.row, each.id, each.queue, each.input) for each in held]
+            return [event_of_row("free", row, name) for row in rows], None
+
+        self.log.change(self.review, decide)
+
     # What a person gives
 
     def judge(
@@ -348,7 +363,7 @@ class PeopleReview:
         def decide(now: float) -> tuple[list[Event], None]:
             if why := self.review.refusal(place, name):
                 raise Refusal(why)
-            return [_event(kind, place, name, output=output)], None
+            return [event_of_row(kind, place, name, output=output)], None
 
         self.log.change(self.review, decide)
         return self.review.verdict(place.row, place.queue, place.input)
@@ -365,11 +380,11 @@ class PeopleReview:
                 raise Refusal("there is nothing of yours to undo")
             row = self.row(last.row, last.queue)
             undone = ReviewRow(last.row, last.id, last.queue, last.input)
-            events = [_event("undo", undone, name, undoes=last.n)]
+            events = [event_of_row("undo", undone, name, undoes=last.n)]
             if row is None:
                 return events, None
             until = now + self.lease
-            return [*events, _event("lease", row, name, until=until)], (row, until)
+            return [*events, event_of_row("lease", row, name, until=until)], (row, until)
 
         given = self.log.change(self.review, decide)
         return None if given is None else self._shown(*given)
@@ -426,6 +441,33 @@ class PeopleReview:
             return {**found, "ok": False, "output": None, "error": error, "answered_by": PEOPLE}
         return found
 
+    def lines(self, who: str = "") -> list[str]:
+        """Return what has been judged and what is left, in words."""
+        left, core, said = self.left(who), self.review, list[str]()
+        waits = {queue: each.open + each.disputed for queue, each in left.items()}
+        parts = ", ".join(f"{count:,} {queue}" for queue, count in waits.items() if count)
+        judged = sum(each.judged for each in left.values())
+        total = sum(waits.values())
+        said.append(
+            f"{judged:,} rows judged"
+            + (f" by {', '.join(core.people)}" if core.people else "")
+            + (f"; {total:,} wait ({parts})" if total else "; none waits")
+        )
+        if disputed := sum(each.disputed for each in left.values()):
+            said.append(f"{disputed:,} of them count as wrong until a third person decides: two people differ")
+        for queue in QUEUES:
+            if (agreement := core.agreement(queue)) is not None:
+                low, high = agreement.interval
+                said.append(
+                    f"agreement of two people in the {queue}: {agreement.right:,} of {agreement.rows:,} rows, "
+                    f"{agreement.right / agreement.rows:.2f} ({low:.2f} to {high:.2f})"
+                )
+        if len(core.people) == 1:
+            said.append("one person's answers, not checked")
+        if gone := self.voided + core.outdated:
+            said.append(f"{gone:,} judgements do not count: their row or the schema was edited since")
+        return said
+
     @property
     def voided(self) -> int:
         """The number of judgements that do not count, because their row was edited since."""
@@ -474,7 +516,8 @@ def checked_name(who: object) -> str:
     return name
 
 
-def _event(kind: EventKind, row: ReviewRow, who: str, **more: object) -> Event:
+def event_of_row(kind: EventKind, row: ReviewRow, who: str, **more: object) -> Event:
+    """Return an event about a row, for the log."""
     return replace(Event(0, kind, who, 0.0, row.row, row.id, row.queue, row.input), **more)  # type: ignore[arg-type]
 
 

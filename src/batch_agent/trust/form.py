@@ -13,7 +13,7 @@ from pydantic import JsonValue
 
 from batch_agent.messages import JsonObject
 from batch_agent.trust.gold import OUTPUT, GoldField, normalised, same_json, shown_cell
-from batch_agent.trust.review import AUDIT, Queue
+from batch_agent.trust.review import AUDIT, REPAIR, Queue
 
 SHORT = 64  # characters of a text that can be compared; the schema must say so
 
@@ -84,7 +84,7 @@ class ReviewForm:
             {
                 "name": field.name,
                 "kind": field.kind,
-                "choices": [True, False] if field.kind == "boolean" else [*field.allowed],
+                "choices": _values(field),
                 "nullable": field.nullable,
                 "judged": self.is_judged(field),
                 "description": _described(field),
@@ -113,3 +113,57 @@ def _is_optional(field: GoldField) -> bool:
 def _described(field: GoldField) -> str:
     said = field.schema.get("description")
     return said if isinstance(said, str) else ""
+
+
+class Draft:
+    """An answer while a person gives it. In a repair it begins with that of the model."""
+
+    def __init__(self, form: ReviewForm, queue: Queue, model: JsonValue = None) -> None:
+        self.form, self.queue = form, queue
+        self.values: JsonObject = {}
+        for field in form.fields:
+            value = form.value(field, model)
+            if queue == REPAIR and value is not None:
+                self.values[field.name] = value
+        self.classes = [field for field in form.fields if _values(field)]
+        if queue == AUDIT and any(map(form.is_judged, self.classes)):
+            self.classes = [field for field in self.classes if form.is_judged(field)]
+        self._at = 0
+
+    @property
+    def field(self) -> GoldField | None:
+        """The field whose values have keys now; None if no field has a choice of values."""
+        return self.classes[self._at] if self.classes else None
+
+    @property
+    def choices(self) -> list[JsonValue]:
+        """The values that have keys now, in the order of the schema."""
+        return [] if self.field is None else _values(self.field)
+
+    def choose(self, value: JsonValue) -> bool:
+        """Set the field to a value, and go to the next field. True: there is no other choice, and nothing is missing,
+        so that the answer is given."""
+        assert self.field is not None, "there is a choice"
+        self.values[self.field.name] = value
+        only = len(self.classes) == 1
+        self._at = (self._at + 1) % len(self.classes)
+        return only and not self.missing
+
+    @property
+    def missing(self) -> list[str]:
+        """The names of fields without which the answer is not complete."""
+        required = self.form.required(self.queue)
+        return [field.name for field in required if field.name not in self.values and not _may_lack(field, self.queue)]
+
+    @property
+    def given(self) -> JsonValue:
+        """The answer, as ``ReviewForm.read`` takes it."""
+        return self.values.get(OUTPUT) if self.form.whole else {**self.values}
+
+
+def _may_lack(field: GoldField, queue: Queue) -> bool:
+    return queue == REPAIR and _is_optional(field)
+
+
+def _values(field: GoldField) -> list[JsonValue]:
+    return [True, False] if field.kind == "boolean" else [*field.allowed]

@@ -10,7 +10,7 @@ queue is none in the other.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -169,7 +169,8 @@ class Review:
             judged.leases[who] = event
             return
         if event.kind == "free":
-            judged.leases.pop(who, None)
+            if (lease := judged.leases.get(who)) is not None:
+                judged.leases[who] = replace(lease, until=0.0)
             return
         judged.leases.pop(who, None)
         if event.kind == "answer" and not self._fits(event.output, event.queue):
@@ -309,6 +310,12 @@ class Review:
         """Return the leases of a person; with ``for_good`` only those without an end, which a file has taken."""
         found = (judged.leases.get(person(name)) for judged in self._rows.values())
         return [each for each in found if each and _holds(each, now) and (each.until is None or not for_good)]
+
+    def holds(self, row: ReviewRow, name: str, now: float) -> bool:
+        """Return whether a row is a person's own now."""
+        judged = self._rows.get((row.row, row.queue))
+        lease = None if judged is None else judged.leases.get(person(name))
+        return lease is not None and _holds(lease, now)
 
     def has_seen(self, row: int, name: str) -> bool:
         """Return whether a row was given to a person."""
