@@ -508,7 +508,8 @@ class BatchSpec(BaseModel):
         Flag("SHARE", "share of the rows that go to two people in a review"),
     ] = Field(
         0.1,
-        description="Share of the rows that go to two people in a review, which shows how well they agree.",
+        description="Share of the rows that go to two people in a review, which shows how well they agree "
+        "([review.md](review.md)).",
     )
     review_lease: Annotated[
         Seconds, Allowed("a number of seconds above 0"), Flag("SECONDS", "how long a row is a reviewer's own")

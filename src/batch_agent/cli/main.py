@@ -97,9 +97,9 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "review": Command(
         "let people judge rows of a run",
-        "Show rows of a run to a person, who judges them: random rows of an audit, without the answers of the models, and "
-        "rows that failed or were escalated, with them. At the terminal, or with --page in a browser. Works while the "
-        "run works, and for several reviewers at once.",
+        "Show rows of a run to a person, who judges them: random rows of an audit, without the answers of the models, "
+        "and rows that failed or were escalated, with them. At the terminal, or with --page in a browser. Works while "
+        "the run works, and for several reviewers at once.",
     ),
     "import-review": Command(
         "take the answers of people from a table",

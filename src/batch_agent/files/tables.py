@@ -82,7 +82,8 @@ TRUST = (  # if a row has them
     Column("gold", ("gold",), "text"),
     Column("right", ("right",), "bool"),
 )
-WHOLE = (("output",), ("input",))
+MODEL = "model"  # a model's answer beside that of people
+WHOLE = (("output",), ("input",), (MODEL,))
 
 
 class Fields:
@@ -96,7 +97,7 @@ class Fields:
         self._more.update(column.name for column in TRUST if column.name in record)
         if "gold" in record:
             self._note(("gold",), record["gold"])
-        for part in ("output", "input"):
+        for part in ("output", "input", MODEL):
             value = record.get(part)
             if isinstance(value, dict):
                 for name, item in value.items():
@@ -107,6 +108,8 @@ class Fields:
     def columns(self) -> list[Column]:
         outputs = {path: kinds for path, kinds in self._kinds.items() if path[0] == "output"} or {("output",): set()}
         results = [*(Column(".".join(path), path, _type(kinds)) for path, kinds in outputs.items()), *OWN]
+        models = {path: kinds for path, kinds in self._kinds.items() if path[0] == MODEL}
+        results += [Column(".".join(path), path, _type(kinds)) for path, kinds in models.items()]
         for column in TRUST:
             if column.name in self._more:
                 kinds = self._kinds.get(column.path)

@@ -41,7 +41,7 @@ from batch_agent.record.attached import AttachedFile, attached
 from batch_agent.record.promise import RunPromise, input_digest
 from batch_agent.record.reader import RowLines, RunReader, open_run
 from batch_agent.record.review import log_of
-from batch_agent.record.rundir import REVIEWED
+from batch_agent.record.rundir import REVIEWED, SCHEMA
 from batch_agent.record.score_reader import part_of, schema_of
 from batch_agent.trust.form import ReviewForm
 from batch_agent.trust.gold import OUTPUT, fields_in, shown_cell
@@ -166,6 +166,7 @@ class PeopleReview:
         facts = self.run.facts()
         options = facts.get(REVIEWED)
         self._options: JsonObject = options if isinstance(options, dict) else {}
+        self._known = facts.get(SCHEMA), facts.get(REVIEWED)
         self.schema, self._typed = schema_of(facts)
         self.form = form_of(self.schema, typed=self._typed)
         self.overlap = _number(overlap, self._options.get("overlap"), OVERLAP)
@@ -431,6 +432,8 @@ class PeopleReview:
     def delivered(self, record: Record) -> Record:
         """Return a record with the answer of people, if there is one, and that of the model as ``model``."""
         verdict, model = self.verdict(record), cast(JsonValue, record.get("output"))
+        if verdict.decided:
+            record = {name: value for name, value in record.items() if name not in ("escalated", "waits_for")}
         found = {**record, "answered_by": record.get("answered_by") or self.model, "model": model}
         if verdict.kind == "answer":
             output = self.form.merged(model, verdict.output)
@@ -475,6 +478,12 @@ class PeopleReview:
         records = self._rows.records([row for row, _ in judged])
         digests = ["" if record is None else input_digest(record.get("input")) for record in records]
         return sum(self.review.void(row, queue, digest) for (row, queue), digest in zip(judged, digests, strict=True))
+
+    @property
+    def outdated(self) -> bool:
+        """Whether the schema or the options of the run are not those that this object knows."""
+        facts = self.run.kept_facts()
+        return bool(facts) and (facts.get(SCHEMA), facts.get(REVIEWED)) != self._known
 
     @property
     def begun(self) -> bool:

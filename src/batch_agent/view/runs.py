@@ -131,11 +131,7 @@ class ShownRuns:
         """Return the run of a key. Raises SpecError if there is none. May block."""
         if key not in self._open:
             whole, _, stage = key.partition("/")
-            if whole not in self._places:
-                self.look()
-            if whole not in self._places:
-                raise SpecError(f"there is no run {key!r} here")
-            run = open_run(self._places[whole])
+            run = open_run(self.place(whole))
             if stage:
                 with run as pipeline:
                     if stage not in pipeline.begun_stages():
@@ -143,6 +139,14 @@ class ShownRuns:
                     run = pipeline.stage(stage)
             self._open[key] = ShownRun(key, run)
         return self._open[key]
+
+    def place(self, key: str) -> RunPlace:
+        """Return where the run of a key is recorded. Raises SpecError if there is none. May block."""
+        if key not in self._places:
+            self.look()
+        if key not in self._places:
+            raise SpecError(f"there is no run {key!r} here")
+        return self._places[key]
 
     def look(self) -> None:
         """Find new runs. Blocks."""

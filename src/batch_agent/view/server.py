@@ -23,6 +23,7 @@ from batch_agent.messages import JsonObject
 from batch_agent.record.control import NotAlive
 from batch_agent.view.compare import compare, differing_rows
 from batch_agent.view.record import Query
+from batch_agent.view.review import PAGE, PAGE_POLICY, PATHS, ReviewApi
 from batch_agent.view.runs import ShownRun, ShownRuns
 from batch_agent.view.security import HEADERS, Guard, add_headers, static_file
 
@@ -34,9 +35,11 @@ SOON = 0.03  # seconds that a page waits for the index
 
 
 class ViewServer:
-    def __init__(self, runs: ShownRuns, host: str = "127.0.0.1", port: int = 0) -> None:
-        self._runs, self._host, self._port = runs, host, port
-        self._guard = Guard(self._routes())
+    def __init__(self, runs: ShownRuns, host: str = "127.0.0.1", port: int = 0, *, review: bool = False) -> None:
+        """``review``: the address is the link for the reviewers of the run."""
+        self._runs, self._host, self._port, self._is_review = runs, host, port, review
+        self._review = ReviewApi(runs.place)
+        self._guard = Guard(self._routes(), is_review)
         self._streams: set[asyncio.Task[object]] = set()
 
     async def serve(self, ready: Callable[[str], Awaitable[None]]) -> None:
@@ -49,14 +52,21 @@ class ViewServer:
             for task in self._streams:
                 task.cancel()
             await door.__aexit__()
+            await self._review.close()
             await self._runs.close()
 
     def _address(self, port: int) -> str:
         host = "127.0.0.1" if self._host in ("0.0.0.0", "") else self._host
         host = f"[{host}]" if ":" in host else host
+        if self._is_review:
+            return f"http://{host}:{port}{self._link(next(iter(self._runs.first)))}"
         named = [quote(key, safe="") for key in self._runs.first]
         place = f"#/run/{named[0]}" if len(named) == 1 else f"#/compare/{named[0]}/{named[1]}" if named else ""
         return f"http://{host}:{port}/?token={self._guard.token}{place}"
+
+    def _link(self, key: str) -> str:
+        """Return the link for the reviewers of a run, without the host."""
+        return f"{PAGE}?run={quote(key, safe='')}&token={self._guard.review_token(key)}"
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
@@ -79,8 +89,11 @@ class ViewServer:
             "/api/export": self._export,
             "/api/events": self._events,
             "/api/follow": self._follow,
+            "/api/link": self._review_link,
+            PAGE: self._review_page,
         }
-        return routes({**{path: {"GET": get} for path, get in shown.items()}, "/api/control": {"POST": self._control}})
+        acts = {"/api/control": {"POST": self._control}}
+        return routes({**{path: {"GET": get} for path, get in shown.items()}, **acts, **self._review.routes()})
 
     # Files
 
@@ -89,6 +102,18 @@ class ViewServer:
 
     async def _static(self, request: web.BaseRequest) -> web.Response:
         return static_file(request.path.removeprefix("/static/"))
+
+    async def _review_page(self, request: web.BaseRequest) -> web.Response:
+        self._runs.place(request.query.get("run", ""))  # raises SpecError if there is none
+        page = static_file("review.html")
+        page.headers["Content-Security-Policy"] = PAGE_POLICY
+        return page
+
+    async def _review_link(self, request: web.BaseRequest) -> web.Response:
+        """Send the link for reviewers; they cannot reach this themselves."""
+        key = request.query.get("run", "")
+        self._runs.place(key)
+        return _json({"link": self._link(key)})
 
     # The record
 
@@ -181,6 +206,11 @@ class ViewServer:
 
     def _run(self, request: web.BaseRequest) -> ShownRun:
         return self._runs.of(request.query.get("run", ""))
+
+
+def is_review(path: str) -> bool:
+    """Return whether reviewers reach this path."""
+    return path in (PAGE, PATHS, "/static/review-page.js", "/static/app.css") or path.startswith(f"{PATHS}/")
 
 
 def _query(asked: Mapping[str, str]) -> Query:

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing, redirect_stdout
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from batch_agent.cli.commands.review import add_who, name_of
 from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.output.results import (
     opened_output,
     refuse_in_run_directory,
     refuse_missing_directory,
     refuse_overwriting,
+    written_file,
 )
 from batch_agent.cli.output.streams import say
 from batch_agent.cli.spec.arguments import RUN_HELP
 from batch_agent.cli.spec.load import files_read_by
+from batch_agent.cli.spec.numbers import positive
 from batch_agent.cli.spec.rows import STDIN
 from batch_agent.cli.spec.transcripts import prepared_again, prompts_changed, transcript_lines
 from batch_agent.errors import SpecError
@@ -33,11 +39,15 @@ from batch_agent.files.tables import (
     columns_of,
     write_records,
 )
-from batch_agent.observe.text import counted
+from batch_agent.observe.text import counted, harmless
+from batch_agent.record.people import PeopleReview
 from batch_agent.record.reader import FinishedRows, RunReader, open_run
+from batch_agent.record.review import log_of
+from batch_agent.record.review_table import take_rows, write_table
 from batch_agent.record.rundir import stage_names
 from batch_agent.record.score_reader import gold_of_record, has_gold
 from batch_agent.record.scoring import with_gold
+from batch_agent.trust.review import QUEUES
 
 TABLES = {"csv": CSV, "tsv": TSV, "parquet": PARQUET, "xlsx": EXCEL}
 JSONL, MESSAGES = "jsonl", "messages"
@@ -53,9 +63,21 @@ def add_export_arguments(export: argparse.ArgumentParser) -> None:
     )
     export.add_argument("--stage", metavar="NAME", help="rows of this stage of a pipeline (default: the last stage)")
     export.add_argument("--output", metavar="FILE", help="file to write; - is standard output (default)")
+    export.add_argument(
+        "--review",
+        metavar="FILE.csv",
+        help="write rows for a reviewer to fill in instead; they are this reviewer's until import-review",
+    )
+    add_who(export)
+    export.add_argument("--queue", choices=QUEUES, help="with --review: only rows of this queue")
+    export.add_argument("--limit", type=positive, metavar="N", help="with --review: at most N rows")
 
 
 def export_command(options: argparse.Namespace) -> int:
+    if options.review is not None:
+        return _export_review(options)
+    if given := [name for name in ("who", "queue", "limit") if getattr(options, name) is not None]:
+        raise SpecError(f"--{given[0]} is for rows that a reviewer fills in: give --review FILE.csv too")
     with open_run(options.directory) as reader:
         stage = _stage(reader, options.stage)
         if not stage:
@@ -75,9 +97,27 @@ def _export(options: argparse.Namespace, run: RunReader, part: RunReader) -> int
         for what, path in files_read_by(run.facts()):
             refuse_overwriting(output, path, what)
     records = part.rows
-    rows = _WithGold(run, records) if has_gold(run.facts()) else records
+    rows: Iterable[Record] = records
+    with ExitStack() as opened:
+        review = opened.enter_context(PeopleReview(run)) if _is_reviewed(run, part) else None
+        if review is not None:
+            review.catch_up()
+            rows = _Mapped(records, review.delivered)
+        if has_gold(run.facts()):
+            rows = _Mapped(rows, partial(with_gold, taken=gold_of_record(run)))
+        _write(kind, rows, run, part, output)
+    if records.torn:
+        are = "is" if records.torn == 1 else "are"
+        say(f"batch-agent: skipped {counted(records.torn, 'line')} that {are} not complete")
+    failed = records.counts()[1]
+    if kind == MESSAGES and failed:
+        say(f"batch-agent: skipped {counted(failed, 'row')} that failed; --format jsonl includes them")
+    return ALL_OK
+
+
+def _write(kind: str, rows: Iterable[Record], run: RunReader, part: RunReader, output: Path | None) -> None:
     if kind == MESSAGES:
-        _export_messages(run, part, records, output)
+        _export_messages(run, part, part.rows, output)
     elif kind == JSONL:
         with opened_output(output) as stream:
             stream.writelines(to_json(record) + b"\n" for record in rows)
@@ -91,23 +131,48 @@ def _export(options: argparse.Namespace, run: RunReader, part: RunReader) -> int
         columns = columns_of(rows)
         with opened_output(output) as stream:
             write_records(rows, columns, stream, table)
-    if records.torn:
-        are = "is" if records.torn == 1 else "are"
-        say(f"batch-agent: skipped {counted(records.torn, 'line')} that {are} not complete")
-    failed = records.counts()[1]
-    if kind == MESSAGES and failed:
-        say(f"batch-agent: skipped {counted(failed, 'row')} that failed; --format jsonl includes them")
-    return ALL_OK
 
 
-class _WithGold:
-    """Rows with their gold, and whether they are right. It can be iterated several times."""
+@dataclass(frozen=True, slots=True)
+class _Mapped:
+    """Rows with a function of each. It can be iterated several times."""
 
-    def __init__(self, run: RunReader, rows: FinishedRows) -> None:
-        self._rows, self._taken = rows, gold_of_record(run)
+    rows: Iterable[Record]
+    change: Callable[[Record], Record]
 
     def __iter__(self) -> Iterator[Record]:
-        return (with_gold(record, self._taken) for record in self._rows)
+        return map(self.change, self.rows)
+
+
+def _is_reviewed(run: RunReader, part: RunReader) -> bool:
+    """Return whether people have judged rows of this part, which is the last stage of a pipeline or the run."""
+    names = stage_names(run.facts())
+    if names and part.stage_name != names[-1]:
+        return False
+    with closing(log_of(part)) as log:
+        return log.exists()
+
+
+def _export_review(options: argparse.Namespace) -> int:
+    """Write rows for a reviewer to fill in."""
+    output, who = Path(options.review), name_of(options)
+    for name, given in (("format", options.format), ("stage", options.stage), ("output", options.output)):
+        if given is not None:
+            raise SpecError(f"--{name} is not for --review, which writes its own table")
+    refuse_missing_directory(output, str(output))
+    with PeopleReview.open(options.directory) as review:
+        if isinstance(review.whole.place, Path):
+            refuse_in_run_directory(output, review.whole.place)
+        for what, path in files_read_by(review.whole.facts()):
+            refuse_overwriting(output, path, what)
+        rows = take_rows(review, who, options.limit, options.queue)
+        with written_file(output) as stream:
+            write_table(review, rows, stream)
+        run = shlex.quote(options.directory)
+    say(f"batch-agent: {counted(len(rows), 'row')} for {harmless(who)} in {output}")
+    if rows:
+        say(f"fill in the columns answer, then: batch-agent import-review {run} {shlex.quote(str(output))}", wrap=False)
+    return ALL_OK
 
 
 def _stage(run: RunReader, wanted: str | None) -> str:

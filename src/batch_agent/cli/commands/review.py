@@ -136,9 +136,8 @@ def import_review_command(options: argparse.Namespace) -> int:
         if options.file is not None:
             found = import_table(review, who, Path(options.file))
             known = f", {counted(found.known, 'answer was', 'answers were')} there already" if found.known else ""
-            say(
-                f"{counted(found.taken, 'answer')} of {harmless(who)} taken{known}; {rows(found.freed)} left empty freed"
-            )
+            freed = f"; {rows(found.freed)} left empty and freed" if found.freed else ""
+            say(f"{counted(found.taken, 'answer')} of {harmless(who)} taken{known}{freed}")
             for line, name, why in found.refused:
                 put(f"{options.file}, line {line}, {harmless(name)}: refused: {harmless(why)}")
             if found.refused:

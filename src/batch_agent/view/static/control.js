@@ -4,6 +4,8 @@ import { get, steer } from "./source.js";
 
 export async function control({ key, page, onNews }) {
   const { run } = await get("run", { run: key });
+  const asked = key.includes("/") ? null : (await get("link", { run: key })).link;
+  const invite = asked && panel("Link for reviewers", null, h("p", null, "It reaches the review of this run alone, until the page is stopped."), h("p", { class: "command" }, location.origin + asked));
   const said = h("span", { class: "said-now quiet" }), list = h("div"), now = h("div");
   const inflight = h("input", { type: "number", min: 1, class: "count", "aria-label": "requests in flight" });
   let alive = null, edited = false;
@@ -29,11 +31,11 @@ export async function control({ key, page, onNews }) {
 
   const draw = (news) => {
     if (!news || !news.alive) {
-      if (alive !== false) fill(page, panel("Control", null, h("p", { class: "empty" }, "No process works on this run, so it cannot be controlled."), h("p", { class: "quiet" }, "Continue an interrupted run with ", h("code", null, "batch-agent resume ", text(run.command)))));
+      if (alive !== false) fill(page, panel("Control", null, h("p", { class: "empty" }, "No process works on this run, so it cannot be controlled."), h("p", { class: "quiet" }, "Continue an interrupted run with ", h("code", null, "batch-agent resume ", text(run.command)))), invite);
       alive = false;
       return;
     }
-    if (!alive) fill(page, panel("Control", h("span", null, "also: batch-agent control ", text(run.command), " pause"), buttons, now), panel("Running rows", null, list));
+    if (!alive) fill(page, panel("Control", h("span", null, "also: batch-agent control ", text(run.command), " pause"), buttons, now), panel("Running rows", null, list), invite);
     alive = true;
     const { status, rows } = news;
     if (!edited && document.activeElement !== inflight) inflight.value = status.max_inflight ?? "";

@@ -37,7 +37,8 @@ function bar(key, part, run) {
       names.map(([id, name]) => [h("i", null, "/"), link(address("run", id), text(name))]),
       h("span", { id: "state" }, run ? state(run.state) : null)),
     key ? h("nav", { class: "tabs" }, TABS.filter(([name]) => !isReport || name !== "control").map(([name, title]) =>
-      h("a", { href: "#" + address("run", key, name), class: part === name || (part === "row" && name === "rows") ? "on" : null }, title))) : null,
+      h("a", { href: "#" + address("run", key, name), class: part === name || (part === "row" && name === "rows") ? "on" : null }, title)),
+      isReport || stage ? null : h("a", { href: `/review?${new URLSearchParams({ run: key })}` }, "Review")) : null,
     h("button", { class: "plain", title: "light or dark", onclick: theme, "aria-label": "light or dark" }, "◐"));
 }
 
