@@ -12,11 +12,14 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from tests.record.reviewed import reviewed_run  # noqa: E402
 from tests.view.browser import Page, chromium  # noqa: E402
+from tests.view.test_review_page import begun, served  # noqa: E402
 from tests.view.test_view_server import page_of  # noqa: E402
 from tests.view.world import recorded, rows, triage  # noqa: E402
 
 from batch_agent import Pipeline  # noqa: E402
+from batch_agent.record.people import PeopleReview  # noqa: E402
 from batch_agent.testing import Say, ScriptedServer  # noqa: E402
 
 
@@ -88,8 +91,22 @@ async def over(folder: Path, place: Path) -> None:
         await take(page, "/run/triage-7b/row/5", "document.querySelector('.call')", folder / "view-phone.png")
 
 
+async def review(folder: Path, place: Path) -> None:
+    """Takes the screenshot of an audit."""
+    tickets = [{**row, "text": f"{row['text']} (ticket {number})"} for number, row in enumerate(rows(60))]
+    await reviewed_run(place / "tickets", inputs=tickets, gold=None)
+    with PeopleReview.open(place / "tickets") as audited:
+        audited.audit(20, "lead")
+    async with served(place / "tickets") as address, chromium() as page:
+        await page.size(1280, 330)
+        await begun(page, address)
+        await asyncio.sleep(0.5)
+        await page.picture(folder / "review-audit.png")
+
+
 async def main(folder: Path) -> None:
     with tempfile.TemporaryDirectory() as place:
+        await review(folder, Path(place))
         await over(folder, Path(place))
         await pipeline(folder, Path(place))
         await live(folder, Path(place))

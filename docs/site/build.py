@@ -75,6 +75,7 @@ NAVIGATION: dict[str, tuple[str, ...]] = {
     "See what happens": (
         "docs/results",
         "docs/trust",
+        "docs/review",
         "docs/view",
         "docs/terminal",
         "docs/view-api",

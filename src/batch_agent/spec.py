@@ -417,14 +417,18 @@ class BatchSpec(BaseModel):
     # How good the answers are
     gold: Annotated[
         Word | Mapping[str, Word] | Path | None,
-        Allowed("a column, a mapping from fields to columns, a file with ids, or None"),
+        Allowed("a column, a mapping from fields to columns, a file with ids, a run that people have audited, or None"),
         Scope.WHOLE,
         Unset("no gold"),
-        Flag("COLUMN", "column with the right answers: COLUMN, FIELD=COLUMN (repeatable), or a file joined by id"),
+        Flag(
+            "COLUMN",
+            "column with right answers: COLUMN, FIELD=COLUMN (repeatable), a file with ids, or an audited run",
+        ),
     ] = Field(
         None,
         description="Right answers of some rows: a column (for answers with one field or none), a mapping from fields "
-        "to columns, or a file that is joined by id. The agents never see these columns. See [trust.md](trust.md).",
+        "to columns, a file that is joined by id, or a run that people have audited ([review.md](review.md)). The "
+        "agents never see these columns. See [trust.md](trust.md).",
     )
     gold_sample: Annotated[
         Literal["random"] | None,

@@ -38,6 +38,7 @@ from batch_agent.foreign import boundary, is_async
 from batch_agent.messages import Image, JsonObject
 from batch_agent.observe.text import rows
 from batch_agent.record.address import directory_of
+from batch_agent.record.people import given_gold
 from batch_agent.record.reader import open_run
 from batch_agent.record.rundir import read_run, recorded_options
 from batch_agent.runtimes.base import LoginBackend
@@ -256,7 +257,7 @@ def _without_gold(
     if spec.gold is None:
         return spec, None
     typed = schema is not None or spec.worker is None
-    taken = take_gold(spec.gold, spec.inputs, schema, dict(spec), known=typed)
+    taken = take_gold(given_gold(spec.gold), spec.inputs, schema, dict(spec), known=typed)
     taken = replace(taken, examples=None if examples is None else examples.rows)
     return spec.model_copy(update={"inputs": taken.inputs}), taken
 

@@ -35,7 +35,19 @@ from batch_agent.trust.table import GoldTable, Judge, ScoreOptions
 
 logger = logging.getLogger("batch_agent")
 
-GivenGold = str | Path | Mapping[str, str]
+
+@dataclass(frozen=True, slots=True)
+class GoldRows:
+    """Gold that people gave in the review of a run: values by field, by the id of a row."""
+
+    name: str  # of the run
+    values: Mapping[str, Mapping[str, JsonValue]]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+GivenGold = str | Path | Mapping[str, str] | GoldRows
 LATEST = 10_000  # rows that are kept as they were given; more than are read and not yet fed
 NAMED_ROWS = 5  # in a message about several rows
 GOLD_FACT, IN_KEYS = "gold", "in_keys"  # the fact of a run about its gold; in it, the columns that are part of keys
@@ -114,8 +126,8 @@ def was_seen(facts: JsonObject) -> bool:
 
 
 def is_gold_file(given: object) -> bool:
-    """Return whether ``gold`` is a file, and not a column."""
-    return isinstance(given, Path) or (isinstance(given, str) and format_of(Path(given))[0] in KNOWN)
+    """Return whether ``gold`` has the ids of its rows, as a file has, and is not a column."""
+    return isinstance(given, Path | GoldRows) or (isinstance(given, str) and format_of(Path(given))[0] in KNOWN)
 
 
 def score_options(given: Mapping[str, object]) -> ScoreOptions:
@@ -215,7 +227,7 @@ def take_gold(
     id_column = cast("str | None", options.get("id_column"))
     how = score_options(options)
     if is_gold_file(given):
-        joiner: _Joiner = _FileJoiner(Path(cast("str | Path", given)), schema, id_column, known=known, by_name=by_name)
+        joiner: _Joiner = _FileJoiner(file_of(given), schema, id_column, known=known, by_name=by_name)
     else:
         gold = checked_gold(given, schema, known=known)
         _refuse_named(options, frozenset(gold.columns.values()))
@@ -410,7 +422,13 @@ class _ColumnJoiner(_Joiner):
 
 class _FileJoiner(_Joiner):
     def __init__(
-        self, path: Path, schema: OutputSchema[object] | None, id_column: str | None, *, known: bool, by_name: bool
+        self,
+        path: Path | GoldRows,
+        schema: OutputSchema[object] | None,
+        id_column: str | None,
+        *,
+        known: bool,
+        by_name: bool,
     ) -> None:
         super().__init__(id_column, by_name=by_name)
         self._path = path
@@ -433,7 +451,12 @@ class _FileJoiner(_Joiner):
         warn_unjoined(self._path, self._waiting, self._total)
 
 
-def warn_unjoined(path: Path, waiting: Mapping[str, object], total: int) -> None:
+def file_of(given: GivenGold) -> Path | GoldRows:
+    """Return gold that is no column."""
+    return given if isinstance(given, GoldRows) else Path(cast("str | Path", given))
+
+
+def warn_unjoined(path: Path | GoldRows, waiting: Mapping[str, object], total: int) -> None:
     """Warn about ids of a gold file that no row has."""
     if waiting:
         some = ", ".join([*waiting][:NAMED_ROWS])
@@ -441,7 +464,7 @@ def warn_unjoined(path: Path, waiting: Mapping[str, object], total: int) -> None
 
 
 def read_gold_file(
-    path: Path,
+    path: Path | GoldRows,
     schema: OutputSchema[object] | None,
     id_column: str | None,
     *,
@@ -450,8 +473,12 @@ def read_gold_file(
 ) -> tuple[Gold, dict[str, Mapping[str, JsonValue]]]:
     """Return the fields of a gold file, and the gold of each id. ``known`` and ``seen``: as of ``checked_gold``. Raises
     SpecError."""
+    rows: Iterable[object]
     try:
-        rows = read_inputs(path)
+        if isinstance(path, GoldRows):
+            id_column, rows = ID, [{ID: name, **values} for name, values in path.values.items()]
+        else:
+            rows = read_inputs(path)
     except SpecError as error:
         raise SpecError(f"gold: {str(error).replace('the inputs ', '')}") from None
     columns: dict[str, None] = {}

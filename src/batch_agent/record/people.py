@@ -8,11 +8,13 @@ one thread at a time.
 from __future__ import annotations
 
 import heapq
+import logging
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import repeat
+from pathlib import Path
 from typing import NamedTuple, Self, cast
 
 from pydantic import JsonValue
@@ -32,16 +34,16 @@ from batch_agent.errors import (
     Timeout,
     Unavailable,
 )
-from batch_agent.files.gold import checked_gold
+from batch_agent.files.gold import GivenGold, GoldRows, checked_gold
 from batch_agent.files.results import to_json
 from batch_agent.files.tables import Record
 from batch_agent.messages import JsonObject
-from batch_agent.record.address import RunPlace
+from batch_agent.record.address import SCHEMES, RunPlace
 from batch_agent.record.attached import AttachedFile, attached
 from batch_agent.record.promise import RunPromise, input_digest
 from batch_agent.record.reader import RowLines, RunReader, open_run
 from batch_agent.record.review import log_of
-from batch_agent.record.rundir import REVIEWED, SCHEMA
+from batch_agent.record.rundir import REVIEWED, RUN, SCHEMA
 from batch_agent.record.score_reader import part_of, schema_of
 from batch_agent.trust.form import ReviewForm
 from batch_agent.trust.gold import OUTPUT, fields_in, shown_cell
@@ -60,6 +62,8 @@ from batch_agent.trust.review import (
     ReviewRow,
     person,
 )
+
+logger = logging.getLogger("batch_agent")
 
 PEOPLE = "people"  # the entry of a cascade, and who answered a row
 OVERLAP, LEASE = 0.1, 600.0
@@ -534,6 +538,24 @@ def _number(*given: object) -> float:
     return next(float(each) for each in given if isinstance(each, int | float))
 
 
+def is_run(given: object) -> bool:
+    """Return whether an option names a recorded run: the URL of one in Redis, or its directory."""
+    if isinstance(given, str) and given.startswith(tuple(f"{scheme}://" for scheme in SCHEMES)):
+        return True
+    try:
+        return isinstance(given, str | Path) and (Path(given) / RUN).is_file()
+    except (OSError, ValueError):  # a text that is no path
+        return False
+
+
+def given_gold(given: GivenGold) -> GivenGold:
+    """Return gold as it is read: of a run, the answers of people in its audit."""
+    if not is_run(given):
+        return given
+    with PeopleReview.open(cast("str | Path", given)) as review:
+        return GoldRows(str(given), review_gold(review))
+
+
 def review_gold(review: PeopleReview) -> Mapping[str, Mapping[str, JsonValue]]:
     """Return the answers of a finished audit by id and field. Raises SpecError if it is not finished."""
     review.catch_up()
@@ -552,4 +574,6 @@ def review_gold(review: PeopleReview) -> Mapping[str, Mapping[str, JsonValue]]:
         if verdict.kind == "answer":
             output = verdict.output
             found[row.id] = {OUTPUT: output} if review.form.whole else cast("Mapping[str, JsonValue]", output)
+    if lost := len(rows) - len(found):
+        logger.warning("gold: %d rows of the audit of %s have no right answer, and are no gold", lost, name)
     return found

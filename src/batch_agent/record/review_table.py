@@ -34,7 +34,7 @@ DELIMITERS = (",", ";", "\t")
 
 @dataclass(slots=True)
 class Imported:
-    """What became of the rows of a table. ``refused``: line, id and reason."""
+    """The outcome of an import, in rows of the table. ``refused``: line, id and reason."""
 
     taken: int = 0
     known: int = 0  # their answers were imported before

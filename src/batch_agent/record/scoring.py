@@ -18,6 +18,7 @@ from batch_agent.files.gold import (
     GivenGold,
     TakenGold,
     checked_gold,
+    file_of,
     is_gold_file,
     read_gold_file,
     score_options,
@@ -157,9 +158,11 @@ def gold_of_rows(
 ) -> tuple[Gold, GoldTable]:
     """Return the gold of finished rows: from a file with ids, or from columns of their inputs. ``seen``: the fields of
     the answers, if the schema is not known. Raises SpecError."""
-    known = seen is None
+    from batch_agent.record.people import given_gold  # it reads runs, for which it needs this module
+
+    known, given = seen is None, given_gold(given)
     if is_gold_file(given):
-        path = Path(cast("str | Path", given))
+        path = file_of(given)
         gold, values = read_gold_file(
             path, schema, cast("str | None", options.get("id_column")), known=known, seen=seen
         )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import SpecError
 from batch_agent.files.gold import TakenGold, is_gold_file, take_gold
+from batch_agent.record.people import given_gold
 from batch_agent.record.scoring import RunGold, asked_of
 from batch_agent.run.scoring import OPTIONS, RunScoring, no_gold
 from batch_agent.topology.stages import Agents, FlatMap, Reduce, Stage
@@ -37,6 +38,7 @@ def gold_of_pipeline(
         )
     if last is None:  # the pipeline says what it needs
         return rest, None
+    gold = given_gold(gold)
     if not is_gold_file(gold) and any(isinstance(stage, FlatMap) for stage in stages[: stages.index(last)]):
         raise SpecError(
             "gold: a flat_map makes other rows of the inputs, so that a column of these is not gold of its rows: give "

@@ -27,6 +27,7 @@ from batch_agent.files.rows import as_row
 from batch_agent.messages import JsonObject
 from batch_agent.option import NotSettable, kinds, notes
 from batch_agent.record.address import place_of
+from batch_agent.record.people import is_run
 from batch_agent.spec import MCP, OLD_NAMES, BatchSpec
 from batch_agent.topology.flow import Flow
 from batch_agent.topology.pipeline import Pipeline
@@ -227,7 +228,7 @@ def command_of(options: argparse.Namespace) -> dict[str, JsonValue]:
         value = getattr(options, name)
         if name in PATHS and isinstance(value, str) and value != STDIN:
             value = str(Path(value).absolute())
-        if name == "gold" and is_gold_file(value):
+        if name == "gold" and (is_gold_file(value) or (is_run(value) and "://" not in value)):
             value = str(Path(value).absolute())
         if value is not None and _may_be_secret(name, value):
             value = None

@@ -30,6 +30,7 @@ from batch_agent.files.gold import is_gold_file
 from batch_agent.files.read import KNOWN
 from batch_agent.foreign import describe
 from batch_agent.option import NotSettable, check_names, kinds, notes
+from batch_agent.record.people import is_run
 from batch_agent.spec import MCP, OLD_NAMES, BatchSpec
 from batch_agent.tools.base import Tool, tools_at
 from batch_agent.tools.mcp.address import expanded
@@ -126,7 +127,8 @@ class SpecFile:
         return self.path.parent / value if isinstance(value, str | Path) else value
 
     def _gold(self, value: object) -> object:
-        return self._directory(value) if is_gold_file(value) else value
+        beside = isinstance(value, str) and is_run(self.path.parent / value)
+        return self._directory(value) if is_gold_file(value) or beside else value
 
     def _judges(self, value: object) -> object:
         if not isinstance(value, Mapping):
