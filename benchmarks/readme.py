@@ -151,13 +151,13 @@ def headlines() -> Iterator[str]:
             rows.append((what, f"{' and '.join(faster)} times faster", "`make numbers-gpu`", found))
     if found := read("people-vllm") or read("people"):
         what = (
-            "people beside a batch through `batch-agent serve`, five requests per second (H200, vLLM 0.26): their "
-            "latency relative to an idle engine, and the share of its throughput that the batch keeps"
+            "interactive requests while `batch-agent serve` works on a batch, five per second (H200, vLLM 0.26): "
+            "their latency, relative to an idle engine; and the throughput of the batch, relative to that without them"
         )
         median, late = bar(found, "latency beside a batch over idle"), bar(found, "the same, 95th percentile")
         share, some = bar(found, "lines per second beside people"), bar(found, "the same with people for a fifth")
-        said = f"{median} in the median, {late} at the 95th percentile; {share}, and {some} with people for a fifth"
-        rows.append((what, f"{said} of the time", "`python -m benchmarks.people`", found))
+        said = f"latency {median} times (median), {late} times (95th percentile); throughput {share} times, or {some}"
+        rows.append((what, f"{said} if they come a fifth of the time", "`python -m benchmarks.people`", found))
     if found := read("peers"):
         own, *others = found["measurements"]["peers"]
         cpu = sorted(each["cpu_ms_per_turn"] / own["cpu_ms_per_turn"] for each in others)
