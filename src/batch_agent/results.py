@@ -182,7 +182,7 @@ class Results(list[AgentResult[T]]):
         answers = (plain_output(result.output, schema) for result in self if result.ok)
         taken = known.measure(given, rows, schema, typed=typed, answers=lambda: answers)
         how = {"keeps_wrong": wrong, "open_sealed": open_sealed}
-        scoring = Scoring(taken.gold, taken.table, taken.options, left_out=taken.left_out, **how)
+        scoring = Scoring(taken.gold, taken.table, taken.options, left_out=taken.left_out, sources=known.sources, **how)
         for result in self:
             add_result(scoring, result, schema)
         total = len(self) if known.population is None else known.population

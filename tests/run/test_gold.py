@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from tests.record.redis_servers import SERVER
 from tests.run.process_work import WarmCrew
 
+import batch_agent
 from batch_agent import AgentContext, BatchAgent, Pipeline, Results
 from batch_agent.errors import SpecError
 from batch_agent.job import AgentResult
@@ -377,11 +378,44 @@ async def test_the_last_stage_of_a_pipeline_is_scored() -> None:
     outcome = await pipeline.run(backend=backend, gold="label", require="accuracy >= 0.1")
     score = outcome.results["mood"].score()
     assert (score["mood"].right, score["mood"].rows, score.unmet) == (15, 20, [])
+    assert outcome.score(wrong=True)["mood"] == score["mood"]
     assert not any("label" in repr(request.messages) for request in backend.requests)
     with pytest.raises(SpecError, match="one answer of all rows"):
         await made.reduce("All: {n}").run(backend=backend, gold="label")
     with pytest.raises(SpecError, match="carry names 'label'"):
         await Pipeline(rows()).map(task="{text}", carry=["label"]).run(backend=backend, gold="label")
+
+
+async def test_a_row_that_failed_in_an_earlier_stage_is_wrong_and_columns_are_those_of_the_inputs(
+    tmp_path: Path,
+) -> None:
+    def script(request: Request) -> Say | Fail:
+        if request.text in ("Sum up text 1", "Sum up text 2"):
+            return Fail(400)
+        return Say("drop" if request.text == "Sum up text 3" else '{"mood": "calm"}')
+
+    inputs = [{**row, "half": "ab"[number // 10]} for number, row in enumerate(rows())]
+    made = Pipeline(inputs).map(name="sum", task="Sum up {text}").filter(lambda text: text != "drop")
+    pipeline = made.map(name="mood", task="Mood of {input}", output_schema=MOODS)
+    options = {"gold": "label", "by": "half", "max_retries": 0, "run_dir": tmp_path / "run"}
+    outcome = await pipeline.run(backend=ScriptedBackend(script), **options)
+    with open_run(str(tmp_path / "run")) as run:
+        scores = [outcome.score(), score_of_run(run, {}), score_of_run(run, {"groups": "text"})]
+    for score in scores:
+        assert (score["mood"].rows, score["mood"].right, score["mood"].coverage.right) == (19, 12, 17)
+        assert score.by is not None and {name: each["mood"].rows for name, each in score.by.items()} == {
+            "a": 9,
+            "b": 10,
+        }
+        assert score.notes[0] == "1 row with gold has no result in this table: not scored"
+    side = batch_agent.compare(tmp_path / "run", outcome)["mood"]
+    assert (side.rows, side.differs, side.right) == (19, 0, (12, 12))
+    other = (
+        Pipeline(inputs).map(name="sum", task="In short: {text}").map(name="mood", task="{input}", output_schema=MOODS)
+    )
+    changed = batch_agent.compare(outcome, await other.run(backend=ScriptedBackend(calm)))
+    assert (changed.changed, changed["mood"].rows) == (0, 19)
+    assert [row.name for row in changed["mood"].better] == ["r1", "r2"]  # the rows are those of the inputs
 
 
 async def test_a_table_of_results_has_the_gold_and_what_is_right() -> None:

@@ -51,6 +51,7 @@ GivenGold = str | Path | Mapping[str, str] | GoldRows
 LATEST = 10_000  # rows that are kept as they were given; more than are read and not yet fed
 NAMED_ROWS = 5  # in a message about several rows
 GOLD_FACT, IN_KEYS = "gold", "in_keys"  # the fact of a run about its gold; in it, the columns that are part of keys
+BEFORE = "before"  # in it: the stages of a pipeline whose rows become those that are scored
 SEEN = "seen"  # in it: whether the agents of an earlier session saw these columns
 
 

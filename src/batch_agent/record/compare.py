@@ -16,7 +16,7 @@ from batch_agent.errors import Interrupted, SpecError
 from batch_agent.files.gold import GivenGold, TakenGold
 from batch_agent.files.tables import TRUST, Record
 from batch_agent.record.reader import open_run
-from batch_agent.record.score_reader import known_of_file, known_of_run, part_of
+from batch_agent.record.score_reader import ScoredRows, known_of_file, known_of_run, part_of
 from batch_agent.record.scoring import RunGold, row_fields, with_looks
 from batch_agent.trust.comparison import Answer, PairedRow, RunComparison, RunSide, compare_answers
 from batch_agent.trust.examples import examples_filter
@@ -124,7 +124,7 @@ def _side(run: str | Path | HasSide, place: int, opened: ExitStack) -> Side:
     reader = opened.enter_context(open_run(str(run)))
     part = opened.enter_context(part_of(reader))
     known, schema, typed = known_of_run(reader)
-    return Side(reader.name, SideRows(part.rows), known, schema, typed)
+    return Side(reader.name, SideRows(ScoredRows(reader, part)), known, schema, typed)
 
 
 def _kind(value: object) -> str:
@@ -158,7 +158,14 @@ def _compared(sides: Sequence[Side], given: Mapping[str, object]) -> RunComparis
     hidden |= frozenset() if taken is None else {*taken.gold.columns.values()}
     first, *later = [{row.name: row for row in side.rows} for side in sides]
     common = [name for name in first if all(name in rows for rows in later)]
-    same = [name for name in common if _same_content([rows[name] for rows in (first, *later)], hidden)]
+    sources = [side.known.sources() for side in sides]  # the rows of a pipeline are those of its inputs
+    same = [
+        name
+        for name in common
+        if _same_content(
+            [own.get(name, rows[name].fields) for own, rows in zip(sources, (first, *later), strict=True)], hidden
+        )
+    ]
     if common and not same:
         raise SpecError("the rows with the same ids have another content in each run: these are other rows")
     if not common:
@@ -196,7 +203,7 @@ def _looks(
     """Count a look at the gold for each run. Returns the number of looks before."""
     before: list[int] = []
     for side, rows in zip(sides, every, strict=True):
-        scoring = Scoring(rules, taken.table, replace(taken.options, sealed=False, require=()))
+        scoring = Scoring(rules, taken.table, replace(taken.options, sealed=False, require=(), by=None, groups=None))
         for name in kept:
             row = rows[name]
             scoring.add(row.place, name, row.answer.output, row.given, ok=row.answer.ok, error=row.answer.error)
@@ -241,9 +248,9 @@ def _is_measured(name: str) -> bool:
     return name in MEASURED or name.startswith("gold.")
 
 
-def _same_content(rows: Sequence[SideRow], hidden: frozenset[str]) -> bool:
+def _same_content(rows: Sequence[Mapping[str, object]], hidden: frozenset[str]) -> bool:
     """Return whether a row has the same content in all runs. A table may have made texts of its values."""
-    first, *others = (_content(row.fields, hidden) for row in rows)
+    first, *others = (_content(fields, hidden) for fields in rows)
     return all(other == first for other in others)
 
 

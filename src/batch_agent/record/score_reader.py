@@ -6,14 +6,15 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from pydantic import JsonValue
 
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import SpecError
-from batch_agent.files.gold import GOLD_FACT, TakenGold, checked_gold, score_options, was_seen
+from batch_agent.files.gold import BEFORE, GOLD_FACT, TakenGold, checked_gold, score_options, was_seen
 from batch_agent.files.read import read_inputs
 from batch_agent.files.tables import OWN, Record
 from batch_agent.messages import JsonObject
@@ -24,6 +25,7 @@ from batch_agent.record.scoring import (
     add_record,
     asked_of,
     digest_of,
+    first_fields,
     keep_looks,
     row_fields,
     with_looks,
@@ -50,9 +52,10 @@ def score_of_run(
         known, schema, typed = known_of_run(run)
         rows = ((_index(each), str(each.get("job_id")), row_fields(each.get("input"))) for each in part.rows)
         taken = known.measure(given, rows, schema, typed=typed, answers=lambda: outputs_of(part.rows))
-        how = {"keeps_wrong": wrong, "open_sealed": open_sealed}
-        scoring = Scoring(taken.gold, taken.table, taken.options, left_out=taken.left_out, **how)
-        for record in part.rows:
+        how: dict[str, Any] = {"keeps_wrong": wrong, "open_sealed": open_sealed}
+        how |= {"left_out": taken.left_out, "sources": known.sources}
+        scoring = Scoring(taken.gold, taken.table, taken.options, **how)
+        for record in ScoredRows(run, part):
             add_record(scoring, record)
         score = scoring.score(known.population, pilot=known.pilot, complete=known.complete, notes=known.notes)
     score = with_looks(score, known.asked, run=run.name, count=count)
@@ -70,6 +73,37 @@ def part_of(run: RunReader) -> AbstractContextManager[RunReader]:
     return run.stage(names[-1]) if names else nullcontext(run)
 
 
+class ScoredRows:
+    """The finished rows of a run whose answers count. In a pipeline: those of its last stage, ``part``, and the rows
+    that have failed before it."""
+
+    def __init__(self, run: RunReader, part: RunReader) -> None:
+        self._run, self._part = run, part
+
+    def __iter__(self) -> Iterator[Record]:
+        yield from self._part.rows
+        for record in earlier_rows(self._run):
+            if not record.get("ok"):
+                yield {**record, "index": -1}  # it is no row of the last stage
+
+
+def earlier_rows(run: RunReader) -> Iterator[Record]:
+    """Yield the rows of the stages before the last one of a pipeline, without those of tables that are looked up."""
+    facts = run.facts()
+    gold, names = facts.get(GOLD_FACT), stage_names(facts)[:-1]
+    before = gold.get(BEFORE) if isinstance(gold, dict) else None
+    begun = run.begun_stages() if names else []
+    for name in names:
+        if name in begun and (not isinstance(before, list) or name in before):
+            with run.stage(name) as stage:
+                yield from stage.rows
+
+
+def sources_of(run: RunReader) -> dict[str, Mapping[str, object]]:
+    """Return the fields of the rows of a pipeline by id, as its first stage got them; none of another run."""
+    return first_fields((str(record.get("job_id")), record.get("input")) for record in earlier_rows(run))
+
+
 def known_of_run(run: RunReader) -> tuple[RunGold, OutputSchema[object] | None, bool]:
     """Return what the record of a run says of right answers, the schema of its answers, and whether that is known."""
     facts, view = run.facts(), run.view()
@@ -85,6 +119,7 @@ def known_of_run(run: RunReader) -> tuple[RunGold, OutputSchema[object] | None, 
         complete=view.state == "complete",
         examples=ExampleRows.of_facts(part),
         seen=was_seen(facts),
+        sources=partial(sources_of, run),
     )
     return known, *schema_of(part)
 

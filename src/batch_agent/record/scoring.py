@@ -104,6 +104,15 @@ def row_fields(value: object) -> Mapping[str, object]:
         return {}
 
 
+def first_fields(rows: Iterable[tuple[str, object]]) -> dict[str, Mapping[str, object]]:
+    """Return the fields of rows by id. ``rows`` are ids and inputs by stage; the first of an id counts."""
+    found: dict[str, Mapping[str, object]] = {}
+    for name, value in rows:
+        if name not in found:
+            found[name] = row_fields(value)
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class RunGold:
     """What a run knows of right answers. ``options`` are those of the run; ``asked`` identifies its prompt, model,
@@ -117,6 +126,7 @@ class RunGold:
     complete: bool = True
     examples: ExampleRows | None = None  # in its prompt
     seen: bool = False  # agents saw this gold
+    sources: Callable[[], Mapping[str, Mapping[str, object]]] = dict  # rows of a pipeline as its first stage got them
 
     @property
     def notes(self) -> list[str]:

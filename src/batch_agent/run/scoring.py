@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,9 +39,15 @@ class RunScoring:
     """Counts the results of a run against its gold. An error of the user's own function is raised by ``score``, and
     never by the run."""
 
-    def __init__(self, taken: TakenGold, schema: OutputSchema[object] | None) -> None:
+    def __init__(
+        self,
+        taken: TakenGold,
+        schema: OutputSchema[object] | None,
+        sources: Callable[[], Mapping[str, Mapping[str, object]]] = dict,
+    ) -> None:
         self.taken, self._schema = taken, schema
-        self._scoring = Scoring(taken.gold, taken.table, taken.options, left_out=taken.left_out)
+        left_out = taken.left_out
+        self._scoring = Scoring(taken.gold, taken.table, taken.options, left_out=left_out, sources=sources)
         self._failure: SpecError | None = None
         self.kept = -1  # number of rows with gold that the record has
 

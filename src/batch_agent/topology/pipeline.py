@@ -16,11 +16,13 @@ from typing import Any, Generic, TypeVar, cast, overload
 
 from batch_agent.errors import SpecError
 from batch_agent.events import Sink
+from batch_agent.files.gold import GivenGold
 from batch_agent.files.inputs import rows_from
 from batch_agent.job import AgentResult
 from batch_agent.observe.progress import ProgressDisplay
 from batch_agent.observe.statistics import Statistics
 from batch_agent.record.compare import Side
+from batch_agent.record.scoring import first_fields
 from batch_agent.results import Results, Summary, with_unfinished
 from batch_agent.run.interruption import Interruption, interrupted_words
 from batch_agent.run.scoring import final_score
@@ -30,6 +32,7 @@ from batch_agent.topology.plan import PipelinePlan, plan_stages
 from batch_agent.topology.reduce import ReduceNode, Reduction, Shape, check_shape
 from batch_agent.topology.scoring import gold_of_flow
 from batch_agent.topology.stages import Agents, Filter, FlatMap, Join, Reduce, Stage, check_stage_options
+from batch_agent.trust.score import Score
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -58,9 +61,20 @@ class FlowOutcome(Generic[T]):
     def _repr_html_(self) -> str:
         return self.summary._repr_html_()
 
+    def score(self, gold: GivenGold | None = None, **options: Any) -> Score:
+        """Return how many answers of the last stage are right. The options are those of ``Results.score``."""
+        return self._last.score(gold, **options)
+
+    @property
+    def _last(self) -> Results[Any]:
+        return [*self.results.values()][-1]
+
     def side(self, name: str) -> Side:
         """Return the results of the last stage as one side of a comparison (``batch_agent.compare``)."""
-        return [*self.results.values()][-1].side(name)
+        *before, last = self.results.values()
+        rows = [(each.job_id, each.input) for results in before for each in results]
+        side = last.side(name)
+        return replace(side, known=replace(side.known, sources=lambda: first_fields(rows)))
 
     @property
     def failures(self) -> list[AgentResult[Any]]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import SpecError
-from batch_agent.files.gold import TakenGold, is_gold_file, take_gold
+from batch_agent.files.gold import BEFORE, TakenGold, is_gold_file, take_gold
 from batch_agent.record.people import given_gold
-from batch_agent.record.scoring import RunGold, asked_of
+from batch_agent.record.scoring import RunGold, asked_of, first_fields
 from batch_agent.run.scoring import OPTIONS, RunScoring, no_gold
+from batch_agent.topology.nodes import AgentNode
 from batch_agent.topology.stages import Agents, FlatMap, Reduce, Stage
 from batch_agent.trust.score import Score
 from batch_agent.trust.table import PilotSample
@@ -52,7 +54,9 @@ def gold_of_pipeline(
         seen["task"] = ""
     schema = OutputSchema.of(last.options.get("output_schema"))
     known = schema is not None or last.options.get("worker") is None
-    return rest, take_gold(gold, inputs, schema, seen, known=known, by_name=True)
+    taken = take_gold(gold, inputs, schema, seen, known=known, by_name=True)
+    before = [stage.name for stage in stages[: stages.index(last)] if isinstance(stage, Agents)]
+    return rest, replace(taken, facts=taken.facts | {BEFORE: [*before]})
 
 
 def gold_of_flow(flow: Flow, inputs: object) -> RunGold:
@@ -67,6 +71,16 @@ def gold_of_flow(flow: Flow, inputs: object) -> RunGold:
         PilotSample.of_facts({**facts[0], "state": ended or "running"}) if facts else None,
         complete=ended == "complete",
         examples=None if (examples := flow.nodes[-1].prepared.examples) is None else examples.rows,
+        sources=partial(sources_of, flow),
+    )
+
+
+def sources_of(flow: Flow) -> dict[str, Mapping[str, object]]:
+    """Return the fields of the rows of a pipeline by id, as its first stage got them."""
+    before = None if flow.gold is None else flow.gold.facts[BEFORE]
+    nodes = [node for node in flow.nodes[:-1] if isinstance(before, list) and node.name in before]
+    return first_fields(
+        (each.job_id, each.input) for node in nodes if isinstance(node, AgentNode) for each in node.results
     )
 
 
@@ -76,7 +90,7 @@ def score_of_flow(flow: Flow, inputs: object, *, count: bool) -> Score:
         raise no_gold()
     last = flow.nodes[-1].prepared
     shown = None if last.examples is None else last.examples.rows
-    scoring = RunScoring(replace(flow.gold, examples=shown), last.schema)
+    scoring = RunScoring(replace(flow.gold, examples=shown), last.schema, partial(sources_of, flow))
     for result in flow.results():
         scoring.took(result)
     return scoring.score(gold_of_flow(flow, inputs), count=count, run="")

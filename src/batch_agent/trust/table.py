@@ -211,13 +211,17 @@ class Scoring:
         keeps_wrong: bool = False,
         open_sealed: bool = False,
         left_out: Callable[[Mapping[str, object]], bool] | None = None,
+        sources: Callable[[], Mapping[str, Mapping[str, object]]] = dict,
     ) -> None:
         """``left_out`` says of the fields of a row whether it is no part of the score, because it is an example in the
-        prompt. ``open_sealed``: the rows whose gold was sealed are scored, and no others."""
+        prompt. ``sources`` returns the fields of rows by id, for columns that the rows do not have: a row of the last
+        stage of a pipeline may not have the columns of the inputs. ``open_sealed``: the rows whose gold was sealed are
+        scored, and no others."""
         self._gold, self._table, self._options = gold.with_rules(options.tolerance, options.judges), table, options
         self._keeps_wrong, self._open_sealed, self._left_out = keeps_wrong, open_sealed, left_out
         self._sealing = KeyedOrder(SEALED_KEY) if options.sealed or open_sealed else None
         self._seen, self._checked = bytearray(), False
+        self._sources, self._source_rows = sources, dict[str, Mapping[str, object]]()
         self._scorer = self._new(self._gold)
         # Without a schema the types are those of the answers: rows are kept until these are known.
         self._held: list[tuple[int, _Told]] | None = None
@@ -263,13 +267,16 @@ class Scoring:
                 self._waiting.append(place)
                 return
         fields = read()
-        if not self._checked:
-            self._check_columns(fields)
-            self._checked = True
         if self._left_out is not None and self._left_out(fields):
             self.excluded += 1
             self._seen[place] = LEFT_OUT
             return
+        if any(column is not None and column not in fields for column in self._columns):
+            self._source_rows = self._source_rows or dict(self._sources())
+            fields = {**self._source_rows.get(name, {}), **fields}
+        if not self._checked:
+            self._check_columns(fields)
+            self._checked = True
         group, by = (None if column is None else fields.get(column) for column in self._columns)
         told = _Told(output, ok, index, _hashable(group), by, doubt, error)
         if self._held is not None:
@@ -303,7 +310,7 @@ class Scoring:
             values,
             told.output,
             ok=told.ok,
-            index=told.index,
+            index=told.index if told.index >= 0 else None,
             group=told.group,
             by=told.by,
             doubt=told.doubt,
@@ -342,7 +349,8 @@ class Scoring:
             scorer = self._with_equal(scorer)
         sealed, missing, scorer = self._with_pending(scorer, pilot, complete=complete)
         if missing:
-            notes = [*notes, f"{missing:,} rows with gold have no result in this table, and are not scored"]
+            rows = "1 row with gold has" if missing == 1 else f"{missing:,} rows with gold have"
+            notes = [*notes, f"{rows} no result in this table: not scored"]
         basis, population = self._basis(population, pilot)
         score = scorer.score(
             basis, population, excluded=self.excluded, sealed=sealed, opened=self._open_sealed, notes=notes
