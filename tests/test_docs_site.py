@@ -42,11 +42,10 @@ def test_every_place_that_synonyms_name_exists() -> None:
 
 
 def test_sections_and_rows_that_begin_with_a_name_in_code_can_be_found() -> None:
-    page = (
-        "# Title\n\nFirst.\n\n## A `b`: [c](d.md)\n\n| name | |\n| --- | --- |\n| `--x N` | what `x` is |\n| two | |\n"
-    )
+    page = "# Title\n\nFirst.\n\n## A `b`: [c](d.md)\n\n"
+    page += "| name | |\n| --- | --- |\n| `--x N` | 3 | what `x` is |\n| two | |\n"
     found = [(each.anchor, each.heading, each.name, each.text) for each in site.search.entries("docs/p.md", page)]
-    row = ("row-x-N", "A b: c", "--x N", "what x is")
+    row = ("row-x-N", "A b: c", "--x N", "3 · what x is")
     assert found == [("", "", "", "First."), ("a-b-c", "A b: c", "", "name two"), row]
 
 

@@ -94,7 +94,8 @@ def entries(page: str, text: str) -> Iterator[Entry]:
             place = row_id(row[1])
             named.add(place)
             also = SYNONYMS.get(f"{page}#{place}", "")
-            rows.append(Entry(page, title, place, heading, row[1], plain(row[2]), also))
+            cells = filter(None, map(plain, row[2].split("|")))
+            rows.append(Entry(page, title, place, heading, row[1], " · ".join(cells), also))
         else:
             lines.append(line)
 

@@ -48,7 +48,7 @@ function drawn(series, every, { width, height, marks, from, to, left, right }) {
     svg("text", { x: left - 5, y: y(value) + 3, class: "label end" }, short(value)),
   ]);
   const span = high - low;
-  const times = ticks(0, span, Math.max(1, Math.floor((width - left - right) / 110))).map((value) =>
+  const times = ticks(0, span, Math.max(1, Math.floor((width - left - right) / 90))).map((value) =>
     svg("text", { x: x(low + value), y: height - 4, class: !value ? "label" : width - x(low + value) < 40 ? "label end" : "label middle" }, value ? seconds(value) : clock(low)));
   const lines = series.map((each) => {
     const drawn = each.points.filter(([, value]) => value !== null && value !== undefined);
