@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+import shlex
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -556,6 +557,31 @@ def given_gold(given: GivenGold) -> GivenGold:
         return GoldRows(str(given), review_gold(review))
 
 
+def review_command_of(run: RunReader) -> str:
+    """Return the command that reviews a run."""
+    return f"batch-agent review {shlex.quote(run.name)}"
+
+
+def waiting_for_people(run: RunReader) -> int:
+    """Return how many rows of a run wait for people. Without people in its cascade, a promise or an audit, none does:
+    then rows that failed are for the models to try again."""
+    try:
+        with PeopleReview(run) as review:
+            if not (review.expected or review.log.exists()):
+                return 0
+            review.catch_up()
+            return review.waiting if review.expected or review.begun or review.review.audit_rows else 0
+    except SpecError:  # there is no run, or its last stage has not begun
+        return 0
+
+
+def waiting_words(run: RunReader) -> str:
+    """Return how many rows wait for people, with the command for them; "" if none does."""
+    count = waiting_for_people(run)
+    waits = "row waits" if count == 1 else "rows wait"
+    return f"{count:,} {waits} for people: {review_command_of(run)}" if count else ""
+
+
 def review_gold(review: PeopleReview) -> Mapping[str, Mapping[str, JsonValue]]:
     """Return the answers of a finished audit by id and field. Raises SpecError if it is not finished."""
     review.catch_up()
@@ -566,7 +592,7 @@ def review_gold(review: PeopleReview) -> Mapping[str, Mapping[str, JsonValue]]:
     left = review.left()[AUDIT]
     if waits := left.open + left.disputed:
         raise SpecError(
-            f"the audit of {name} is not finished, {waits} of {len(rows)} rows wait: batch-agent review {name}"
+            f"the audit of {name} is not finished, {waits} of {len(rows)} rows wait: {command}"
         )
     found: dict[str, Mapping[str, JsonValue]] = {}
     for row in rows:

@@ -12,6 +12,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
 from types import UnionType
@@ -21,6 +22,7 @@ from pydantic import JsonValue
 
 from batch_agent.errors import StoreError
 from batch_agent.files.results import from_json, to_json
+from batch_agent.record.address import RunPlace
 from batch_agent.record.lock import exclusively
 from batch_agent.record.private import private
 from batch_agent.record.reader import RunReader
@@ -52,10 +54,18 @@ class ReviewLog(ABC):
         """Return the events since the last call. True: another log took the place of this one, and these are all of
         its events."""
 
-    @abstractmethod
     def append(self, events: Sequence[Event]) -> bool:
         """Append events, if all events before them were read; they are durable then. False: others have appended.
         Raises StoreError if they cannot be written; then nothing of them is in the log."""
+        return self.append_lines([line_of(event) for event in events])
+
+    @abstractmethod
+    def append_lines(self, lines: Sequence[bytes]) -> bool:
+        """Append the lines of events."""
+
+    @abstractmethod
+    def lines(self) -> list[bytes]:
+        """Return all complete lines, as they are."""
 
     @abstractmethod
     def now(self) -> float:
@@ -86,11 +96,24 @@ class ReviewLog(ABC):
 
 def log_of(run: RunReader) -> ReviewLog:
     """Return the log of a run, or of the stage that the reader reads."""
-    if isinstance(run.place, Path):
-        return DirectoryLog(run.place)
+    return log_at(run.place)
+
+
+def log_at(place: RunPlace) -> ReviewLog:
+    """Return the log of a run, or of a stage of one."""
+    if isinstance(place, Path):
+        return DirectoryLog(place)
     from batch_agent.record.redis.review import RedisLog
 
-    return RedisLog(run.place)
+    return RedisLog(place)
+
+
+def copy_log(source: RunReader, target: RunPlace) -> None:
+    """Copy the log of a run, or of the stage that the reader reads, into that of a copy of it."""
+    with closing(log_of(source)) as old:
+        if lines := old.lines():
+            with closing(log_at(target)) as new:
+                new.append_lines(lines)
 
 
 def line_of(event: Event) -> bytes:
@@ -165,8 +188,17 @@ class DirectoryLog(ReviewLog):
                 found.append(event)
         return found
 
-    def append(self, events: Sequence[Event]) -> bool:
-        data = b"".join(line_of(event) + b"\n" for event in events)
+    def lines(self) -> list[bytes]:
+        try:
+            data = self._path.read_bytes()
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise StoreError(f"cannot read {self._path}: {error.strerror}") from None
+        return data[: data.rfind(b"\n") + 1].splitlines()
+
+    def append_lines(self, lines: Sequence[bytes]) -> bool:
+        data = b"".join(line + b"\n" for line in lines)
         try:
             with exclusively(self._lock), open(self._path, "a+b", buffering=0, opener=private) as file:
                 stat = os.fstat(file.fileno())
@@ -191,5 +223,5 @@ class DirectoryLog(ReviewLog):
                 f"{self._path} cannot be written: {error.strerror}. This answer is not recorded; earlier ones are"
             ) from None
         self._done += len(data)
-        self.count += len(events)
+        self.count += len(lines)
         return True

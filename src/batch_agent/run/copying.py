@@ -24,6 +24,7 @@ from batch_agent.messages import JsonObject
 from batch_agent.record.keys import Keys
 from batch_agent.record.private import DIRECTORY, private
 from batch_agent.record.reader import RunReader, RunSnapshot, UnfinishedRow, result_line_of
+from batch_agent.record.review import copy_log
 from batch_agent.record.row_json import encode_record, encode_row
 from batch_agent.record.rundir import FAILURES, GOLD, JOBS, JOURNAL, RESULTS, RUN, SUMMARY
 from batch_agent.record.sqlite import SqliteJournal
@@ -81,6 +82,7 @@ def copy_to_directory(reader: RunReader, directory: Path) -> int:
     if not reader.stage_name and (gold := reader.gold_lines()):
         with open(directory / GOLD, "wb", opener=private) as file:
             file.writelines(line + b"\n" for line in gold)
+    copy_log(reader, directory)
     _copy_timeline(reader, directory)
     state = "interrupted" if view.state in ("starting", "running") else view.state
     _write(directory / RUN, {**facts, "state": state})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 
 from batch_agent.cli.exit_status import ALL_OK
@@ -17,6 +17,7 @@ from batch_agent.record.address import StoreAddress, place_of
 from batch_agent.record.reader import RunReader, RunSnapshot, UnfinishedRow, look, open_run
 from batch_agent.record.redis.reading import delete_run
 from batch_agent.record.redis.store import RedisRunStore
+from batch_agent.record.review import copy_log
 from batch_agent.run.copying import copy_to_directory, copy_to_store
 
 
@@ -60,7 +61,11 @@ def _to_redis(reader: RunReader, view: RunSnapshot, target: StoreAddress, import
                 others = [extent.enter_context(reader.stage(name)) for name in view.stages if name != stage]
                 yield from unfinished_rows(run, prepared[stage], others)
 
-        return copy_to_store(reader, store, prepared, unfinished)
+        count = copy_to_store(reader, store, prepared, unfinished)
+    for name in view.parts:
+        with reader.stage(name) if name else nullcontext(reader) as part:
+            copy_log(part, target.at(target.name, name))
+    return count
 
 
 def add_delete_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Self
 
 from pydantic import JsonValue
 
@@ -45,7 +46,8 @@ KEYED = 9  # classes that have a key of their own
 LONGEST = 4000  # characters of a field
 CLEAR, BOLD, DIM, PLAIN = "\x1b[2J\x1b[H", "\x1b[1m", "\x1b[2m", "\x1b[0m"
 HELP = "1-9 class   e edit   Enter give   x no right answer   s skip   u undo   q quit"
-ENTER, SEARCH = ("\r", "\n"), "/"
+ENTER, SEARCH, ESCAPE, NO_KEY = ("\r", "\n"), "/", "\x1b", "\0"
+LONGEST_CHARACTER = 4  # bytes
 
 
 def add_review_arguments(parser: argparse.ArgumentParser) -> None:
@@ -156,21 +158,23 @@ class Terminal:
         self._review, self._who, self._only = review, who, queue
         self._draft = Draft(review.form, AUDIT)
         self._note, self._search = "", ""
+        self._keys = Keys()
 
     def run(self) -> None:
         """Show rows until the person quits, or none is left."""
         try:
-            shown = self._next()
-            while shown is not None:
-                put(CLEAR + self._screen(shown))
-                self._note = ""
-                key = _key()
-                if key in ("q", "") and not self._search:
-                    break
-                try:
-                    shown = self._act(shown, key)
-                except (Refusal, StoreError) as error:  # on a full disk too, the row stays until it is recorded
-                    self._note = str(error)
+            with self._keys:
+                shown = self._next()
+                while shown is not None:
+                    put(CLEAR + self._screen(shown))
+                    self._note = ""
+                    key = self._keys.next()
+                    if not key or (key == "q" and not self._search):
+                        break
+                    try:
+                        shown = self._act(shown, key)
+                    except (Refusal, StoreError) as error:  # on a full disk too, the row stays until it is recorded
+                        self._note = str(error)
         except (KeyboardInterrupt, EOFError):
             pass
         finally:
@@ -185,7 +189,7 @@ class Terminal:
                 say("no row is left for you")
                 return None
             put(f"{CLEAR}no row waits for you now. The run works: waiting for rows; q quits")
-            if _key(EVERY) == "q":
+            if self._keys.next(EVERY) == "q":
                 return None
         return self._begin(shown)
 
@@ -218,7 +222,7 @@ class Terminal:
     def _searched(self, shown: Shown, key: str) -> Shown | None:
         """Choose a class by what is typed of it."""
         found = self._found()
-        if key == "\x1b":
+        if key == ESCAPE:
             self._search = ""
         elif key in ("\x7f", "\b"):
             self._search = self._search[:-1]
@@ -257,12 +261,10 @@ class Terminal:
             value = self._draft.values.get(field.name)
             before = "" if value is None else f" [{harmless(_shown(value), 60)}]"
             put(f"{field.name}{before}:")
-            if (line := sys.stdin.readline()) == "":
-                raise EOFError
-            if not line.strip():
+            if not (line := self._keys.line()).strip():
                 continue
             try:
-                self._draft.values[field.name] = field.read(line.rstrip("\n"))
+                self._draft.values[field.name] = field.read(line)
             except ValueError as error:
                 self._note = f"{field.name}: {error}"
                 return
@@ -325,28 +327,55 @@ def _shown(value: JsonValue) -> str:
     return value if isinstance(value, str) else to_json(value).decode()
 
 
-def _key(seconds: float | None = None) -> str:
-    """Return the next key; "" at the end of the input, or if none is pressed for ``seconds``."""
-    sys.stdout.flush()
-    if sys.platform == "win32":
-        return msvcrt.getwch()
-    descriptor = sys.stdin.fileno()
-    before = termios.tcgetattr(descriptor)
-    try:
-        tty.setcbreak(descriptor)
-        if seconds is not None and not select.select([descriptor], [], [], seconds)[0]:
+class Keys:
+    """The keys of the terminal, one by one while entered. Keys that come early are kept."""
+
+    def __enter__(self) -> Self:
+        if sys.platform != "win32":
+            self._descriptor = sys.stdin.fileno()
+            self._before = termios.tcgetattr(self._descriptor)
+            tty.setcbreak(self._descriptor, termios.TCSADRAIN)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if sys.platform != "win32":
+            termios.tcsetattr(self._descriptor, termios.TCSADRAIN, self._before)
+
+    def next(self, seconds: float | None = None) -> str:
+        """Return the next key; "" at the end of the input, or if none is pressed for ``seconds``."""
+        sys.stdout.flush()
+        if sys.platform == "win32":
+            return msvcrt.getwch()
+        if seconds is not None and not select.select([self._descriptor], [], [], seconds)[0]:
             return ""
-        data = os.read(descriptor, 1)
-        while data and len(data) < 4:  # the rest of a character, or of a key such as an arrow
-            try:
-                text = data.decode()
-            except UnicodeDecodeError:
-                data += os.read(descriptor, 1)
-                continue
-            if text == "\x1b" and select.select([descriptor], [], [], 0.02)[0]:
-                os.read(descriptor, 16)
-                return "\0"
-            return text
+        key = self._character()
+        if key == ESCAPE and select.select([self._descriptor], [], [], 0.02)[0]:  # the rest of an arrow and the like
+            os.read(self._descriptor, 16)
+            return NO_KEY
+        return key
+
+    def line(self) -> str:
+        """Return a line that is typed, without its end. Raises EOFError at the end of the input."""
+        sys.stdout.flush()
+        if sys.platform == "win32":
+            return input()
+        termios.tcsetattr(self._descriptor, termios.TCSADRAIN, self._before)
+        try:
+            typed = ""
+            while (character := self._character()) != "\n":
+                if not character:
+                    raise EOFError
+                typed += character
+            return typed
+        finally:
+            tty.setcbreak(self._descriptor, termios.TCSADRAIN)
+
+    def _character(self) -> str:
+        data = b""
+        while part := os.read(self._descriptor, 1):
+            data += part
+            with suppress(UnicodeDecodeError):
+                return data.decode()
+            if len(data) > LONGEST_CHARACTER:
+                return NO_KEY
         return ""
-    finally:
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

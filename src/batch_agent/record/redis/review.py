@@ -8,7 +8,7 @@ from typing import Any, cast
 from batch_agent.errors import StoreError
 from batch_agent.record.address import StoreAddress
 from batch_agent.record.redis.connection import RedisConnection
-from batch_agent.record.review import ReviewLog, event_of, line_of
+from batch_agent.record.review import ReviewLog, event_of
 from batch_agent.trust.review import Event
 
 PAGE = 5000  # lines read at once
@@ -62,8 +62,11 @@ class RedisLog(ReviewLog):
                     found.append(event)
         return found, replaced
 
-    def append(self, events: Sequence[Event]) -> bool:
-        keys, lines = [self._key, f"{self._address.prefix}run"], [line_of(event) for event in events]
+    def lines(self) -> list[bytes]:
+        return cast("list[bytes]", self._command("LRANGE", self._key, 0, -1))
+
+    def append_lines(self, lines: Sequence[bytes]) -> bool:
+        keys = [self._key, f"{self._address.prefix}run"]
         done = self._connection.call(
             lambda client: client.register_script(APPEND)(keys=keys, args=[self.count, *lines])
         )
@@ -71,7 +74,7 @@ class RedisLog(ReviewLog):
             raise StoreError(f"{self._address} holds no run; it may have been deleted")
         if not int(done):
             return False
-        self.count += len(events)
+        self.count += len(lines)
         return True
 
     def close(self) -> None:
