@@ -92,9 +92,7 @@ async def test_a_copy_of_a_run_has_what_people_answered(place: str, tmp_path: Pa
 async def test_a_copy_in_redis_has_what_people_answered(tmp_path: Path) -> None:
     rows(tmp_path, *({"id": f"T-{row}", "input": f"ticket {row}"} for row in range(4)))
     with redis_server(tmp_path / "redis") as server:
-        async with serving(
-            tmp_path, lambda _: Say('{"label": "a"}'), 'output_schema: {label: "a|b"}\n'
-        ):
+        async with serving(tmp_path, lambda _: Say('{"label": "a"}'), 'output_schema: {label: "a|b"}\n'):
             done = await batch_agent(tmp_path, "run", "spec.yaml", "--inputs", "rows.jsonl", "--run-dir", RUN)
             assert done.code == 0, done.stderr
             with PeopleReview.open(tmp_path / RUN) as review:
@@ -105,6 +103,20 @@ async def test_a_copy_in_redis_has_what_people_answered(tmp_path: Path) -> None:
             assert copied.code == 0, copied.stderr
         found = await batch_agent(tmp_path, "export", f"{server.url}/copied")
         assert found.stdout.count('"answered_by":"people"') == 2
+
+
+async def test_status_says_what_people_have_judged_and_what_waits(place: str, tmp_path: Path) -> None:
+    await reviewed_run(place, 12)
+    assert "people" not in json.loads((await batch_agent(tmp_path, "status", place, "--json")).stdout)
+    with PeopleReview.open(place, overlap=0.0) as review:
+        review.audit(4, "ada")
+        shown = review.next("ada")
+        assert shown is not None
+        review.judge("ada", shown.row.row, "audit", "none")
+    status = await batch_agent(tmp_path, "status", place)
+    assert "people   1 row judged by ada; 4 wait (3 audit, 1 repair)" in status.stdout
+    people = json.loads((await batch_agent(tmp_path, "status", place, "--json")).stdout)["people"]
+    assert (people["waiting"], people["judgements"], people["people"]) == (4, 1, ["ada"])
 
 
 async def test_tables_go_out_and_come_back_on_the_command_line(tmp_path: Path) -> None:

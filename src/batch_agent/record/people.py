@@ -457,7 +457,7 @@ class PeopleReview:
         judged = sum(each.judged for each in left.values())
         total = sum(waits.values())
         said.append(
-            f"{judged:,} rows judged"
+            f"{judged:,} {'row' if judged == 1 else 'rows'} judged"
             + (f" by {', '.join(core.people)}" if core.people else "")
             + (f"; {total:,} wait ({parts})" if total else "; none waits")
         )
@@ -475,6 +475,22 @@ class PeopleReview:
         if gone := self.voided + core.outdated:
             said.append(f"{gone:,} judgements do not count: their row or the schema was edited since")
         return said
+
+    def to_json(self) -> JsonObject:
+        """Return the same as one object."""
+        agreement: JsonObject = {}
+        for queue in QUEUES:
+            if (found := self.review.agreement(queue)) is not None:
+                agreement[queue] = {"right": found.right, "rows": found.rows, "interval": [*found.interval]}
+        left = {queue: each._asdict() for queue, each in self.left().items()}
+        return {
+            "waiting": self.waiting,
+            "queues": {queue: {name: each[name] for name in each if name != "yours"} for queue, each in left.items()},
+            "people": [*self.review.people],
+            "judgements": self.review.judgements,
+            "agreement": agreement,
+            "void": self.voided + self.review.outdated,
+        }
 
     @property
     def voided(self) -> int:
@@ -562,22 +578,27 @@ def review_command_of(run: RunReader) -> str:
     return f"batch-agent review {shlex.quote(run.name)}"
 
 
-def waiting_for_people(run: RunReader) -> int:
-    """Return how many rows of a run wait for people. Without people in its cascade, a promise or an audit, none does:
-    then rows that failed are for the models to try again."""
+def people_of(run: RunReader) -> PeopleReview | None:
+    """Return the review of a run that people work on, or that needs people. None for any other run: there, rows that
+    failed are for the models to try again. Close it."""
     try:
-        with PeopleReview(run) as review:
-            if not (review.expected or review.log.exists()):
-                return 0
-            review.catch_up()
-            return review.waiting if review.expected or review.begun or review.review.audit_rows else 0
+        review = PeopleReview(run)
     except SpecError:  # there is no run, or its last stage has not begun
-        return 0
+        return None
+    if review.expected or review.log.exists():
+        review.catch_up()
+        if review.expected or review.begun or review.review.audit_rows:
+            return review
+    review.close()
+    return None
 
 
 def waiting_words(run: RunReader) -> str:
     """Return how many rows wait for people, with the command for them; "" if none does."""
-    count = waiting_for_people(run)
+    if (review := people_of(run)) is None:
+        return ""
+    with review:
+        count = review.waiting
     waits = "row waits" if count == 1 else "rows wait"
     return f"{count:,} {waits} for people: {review_command_of(run)}" if count else ""
 
@@ -586,14 +607,12 @@ def review_gold(review: PeopleReview) -> Mapping[str, Mapping[str, JsonValue]]:
     """Return the answers of a finished audit by id and field. Raises SpecError if it is not finished."""
     review.catch_up()
     rows = review.queue(AUDIT)
-    name = review.whole.name
+    name, command = review.whole.name, review_command_of(review.whole)
     if not rows:
-        raise SpecError(f"{name} has no audit: batch-agent review {name} --audit N lets people judge N random rows")
+        raise SpecError(f"{name} has no audit: {command} --audit N lets people judge N random rows")
     left = review.left()[AUDIT]
     if waits := left.open + left.disputed:
-        raise SpecError(
-            f"the audit of {name} is not finished, {waits} of {len(rows)} rows wait: {command}"
-        )
+        raise SpecError(f"the audit of {name} is not finished, {waits} of {len(rows)} rows wait: {command}")
     found: dict[str, Mapping[str, JsonValue]] = {}
     for row in rows:
         verdict = review.review.verdict(row.row, AUDIT, row.input)

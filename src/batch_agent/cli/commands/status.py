@@ -27,6 +27,7 @@ from batch_agent.observe.text import (
     wrapped,
 )
 from batch_agent.record.address import RunPlace, place_of
+from batch_agent.record.people import people_of
 from batch_agent.record.promise import PromiseStanding
 from batch_agent.record.reader import RunReader, RunSnapshot, look, open_run, runs_in
 from batch_agent.record.rundir import SCHEMA, stage_names
@@ -54,7 +55,9 @@ def status_command(options: argparse.Namespace) -> int:
         while True:
             view = run.view()
             score, promise = _score(run, view), standing_of(options.run_dir)
-            text = to_json(status_json(view, score, promise)).decode() if options.json else _text(view, score, promise)
+            people = _people(run, view)
+            found = status_json(view, score, promise, people) if options.json else None
+            text = _text(view, score, promise, people) if found is None else to_json(found).decode()
             if not options.json:
                 text = wrapped(text, terminal_width(sys.stdout))
             if text != shown:
@@ -73,7 +76,10 @@ def _over(shown: str) -> str:
 
 
 def status_json(
-    view: RunSnapshot, score: JsonObject | None = None, promise: PromiseStanding | None = None
+    view: RunSnapshot,
+    score: JsonObject | None = None,
+    promise: PromiseStanding | None = None,
+    people: tuple[JsonObject, Sequence[str]] | None = None,
 ) -> JsonObject:
     """Return the run as one JSON object. For a pipeline, ``rows`` is the sum and ``stages`` has each stage."""
     hidden = ("command", "rows", "stages", "unpriced", GOLD_FACT, SCHEMA)
@@ -95,6 +101,8 @@ def status_json(
     }
     if score is not None:
         status["score"] = score
+    if people is not None:
+        status["people"] = people[0]
     if promise is not None:
         status["promise"] = promise.to_json()
     if view.workers:
@@ -121,7 +129,25 @@ def _score(run: RunReader, view: RunSnapshot) -> JsonObject | None:
         return None
 
 
-def _text(view: RunSnapshot, score: JsonObject | None = None, promise: PromiseStanding | None = None) -> str:
+def _people(run: RunReader, view: RunSnapshot) -> tuple[JsonObject, Sequence[str]] | None:
+    """Return what people have judged and what is left for them; None for a run that people do not review."""
+    if view.state in ALIVE and view.progress.ok + view.progress.failed > SCORED_ROWS:
+        return None
+    try:
+        if (review := people_of(run)) is None:
+            return None
+        with review:
+            return review.to_json(), review.lines()
+    except StoreError:  # the log cannot be read now
+        return None
+
+
+def _text(
+    view: RunSnapshot,
+    score: JsonObject | None = None,
+    promise: PromiseStanding | None = None,
+    people: tuple[JsonObject, Sequence[str]] | None = None,
+) -> str:
     now, facts = view.progress, view.facts
     if not facts:
         return f"{view.name}\n  state    starting: a process has this run, and has not begun with the rows yet"
@@ -150,6 +176,7 @@ def _text(view: RunSnapshot, score: JsonObject | None = None, promise: PromiseSt
         lines.append(("answers", words))
     lines.append(("spent", numbers.spent_words))
     lines += [("" if place else "score", words) for place, words in enumerate(brief_lines(score or {}))]
+    lines += [("" if place else "people", words) for place, words in enumerate(() if people is None else people[1])]
     if promise is not None:
         about = promise.lines(shlex.quote(view.name))
         lines += [("" if place else "promise", words) for place, words in enumerate(about)]
