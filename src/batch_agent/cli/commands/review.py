@@ -158,7 +158,7 @@ class Terminal:
         self._review, self._who, self._only = review, who, queue
         self._draft = Draft(review.form, AUDIT)
         self._note, self._search = "", ""
-        self._keys = Keys()
+        self._keys = TypedKeys()
 
     def run(self) -> None:
         """Show rows until the person quits, or none is left."""
@@ -327,8 +327,8 @@ def _shown(value: JsonValue) -> str:
     return value if isinstance(value, str) else to_json(value).decode()
 
 
-class Keys:
-    """The keys of the terminal, one by one while entered. Keys that come early are kept."""
+class TypedKeys:
+    """The keys of the terminal, one by one while entered. TypedKeys that come early are kept."""
 
     def __enter__(self) -> Self:
         if sys.platform != "win32":
