@@ -60,17 +60,21 @@ WORDS: Mapping[object, str] = {None: "none", "": "none", (): "none", False: "off
 
 
 def options() -> Iterator[str]:
-    unset = notes(BatchSpec, Unset)
     older = {new: old for old, new in OLD_NAMES.items()}
     for name, field in BatchSpec.model_fields.items():
         if name in SECTIONS:
             title, below = SECTIONS[name]
             yield from ("", f"## {title}", "", *((below, "") if below else ()))
             yield from ("| option | default | meaning |", "| --- | --- | --- |")
-        default = "required" if field.is_required() else unset[name].words if name in unset else written(field.default)
+        default = default_of(name)
         text = field.description or ""
         also = f" Older name: `{older[name]}`." if name in older and older[name] not in text else ""
         yield f"| `{name}` | {default} | {text}{also} |"
+
+
+def default_of(name: str) -> str:
+    field, unset = BatchSpec.model_fields[name], notes(BatchSpec, Unset)
+    return "required" if field.is_required() else unset[name].words if name in unset else written(field.default)
 
 
 def written(default: object) -> str:

@@ -76,6 +76,7 @@ async def test_the_search_finds_what_readers_look_for_in_files_on_a_disk(tmp_pat
         "resume": "docs/options.html#row-resume",
         "jupyter": "docs/notebooks.html",
         "Errors": "docs/errors.html",
+        "failover": "docs/fleet.html#a-standby-another-model-while-all-servers-are-down",
         "vllm": "docs/backends.html",
         "id column": "docs/options.html#row-id_column",
     }

@@ -24,8 +24,9 @@ from batch_agent.options import Options
 from batch_agent.spec import BatchSpec
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 import search  # noqa: E402
+import tables  # noqa: E402
 
 ROOT = HERE.parent.parent
 PAGES = ("*.md", "docs/**/*.md", "design/*.md", "benchmarks/*.md", "deploy/**/*.md")
@@ -274,7 +275,9 @@ def options() -> Iterator[str]:
         shown = types.get(name) or {"output_schema": "Any", "worker": "Worker"}[name]
         kind = getattr(shown, "__forward_arg__", shown)
         text = LINK.sub(lambda link: kept(page, link, "docs"), field.description or "")
-        yield from (f"````{{py:attribute}} BatchSpec.{name}", f":type: {kind}", "", text, "````", "")
+        default = LINK.sub(lambda link: kept(page, link, "docs"), tables.default_of(name))
+        lines = (f":type: {kind}", "", text, "", f"Default: {default}.", "````", "")
+        yield from (f"````{{py:attribute}} BatchSpec.{name}", *lines)
 
 
 def found(source: Path, site: Path) -> list[search.Entry]:

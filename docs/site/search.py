@@ -21,7 +21,7 @@ BUILT_ROW = re.compile(
     r'<tr class="(row-\w+)"><td><p>(<code class="docutils literal notranslate">(?:(?!</?code).)*</code>)</p>'
 )
 
-# A page or a row of it → what readers call it, if the place does not say these words, or others say them more often.
+# A page, a section or a row → what readers call it, if it does not say these words, or others say them more often.
 SYNONYMS = {
     "docs/changed.md": "change the prompt, edit the task, change the model, new rows, fix a typo, add rows, rerun",
     "docs/files.md": "excel, xlsx, csv, spreadsheet, parquet, pandas, dataframe, hugging face",
@@ -48,6 +48,8 @@ SYNONYMS = {
     "docs/options.md#row-tpm": "rate limit, tokens per minute",
     "docs/options.md#row-doubt": "logprobs, log-probabilities, confidence",
     "docs/fleet.md": "multi gpu, several servers, load balancing, many gpus",
+    "docs/fleet.md#a-standby-another-model-while-all-servers-are-down": "failover, fallback model, backup model",
+    "docs/review.md": "human review, annotate, annotation, human in the loop, label by hand, audit",
     "deploy/README.md": "docker, kubernetes, helm, production",
     "docs/options.md#row-task": "prompt, user prompt",
     "docs/options.md#row-timeout_per_turn": "request timeout",
@@ -80,7 +82,7 @@ def entries(page: str, text: str) -> Iterator[Entry]:
             fenced = not fenced
         elif not fenced and (found := HEADING.match(line)) is not None:
             if title:
-                also = "" if heading else SYNONYMS.get(page, "")
+                also = SYNONYMS.get(f"{page}#{anchor}" if heading else page, "")
                 yield Entry(page, title, anchor, heading, "", plain(" ".join(lines)), also)
                 yield from rows
             lines, rows = [], []
