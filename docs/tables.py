@@ -112,7 +112,7 @@ SHAPES = ("local", "processes", "Redis", "Ray", "pipeline", "reduction", "worker
 FEATURES = (
     *("resume", "retry-failed", "retry-row", "force_resume", "budgets", "rate limits", "response cache"),
     *("streamed text in the page", "show with inputs of unfinished rows", "control", "events", "metrics", "traces"),
-    *("view live", "report", "compare", "votes", "standby"),
+    *("view live", "report", "compare", "votes", "standby", "a change that is undone"),
 )
 
 

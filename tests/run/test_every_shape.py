@@ -198,7 +198,7 @@ async def scene(shape: str, tmp_path: Path, request: pytest.FixtureRequest) -> A
         request.getfixturevalue("ray_node")
     place = request.getfixturevalue("url") if shape == "Redis" else str(tmp_path / "run")
     found = Scene(shape, place, tmp_path)
-    async with ScriptedServer(found.script, models=["m"]) as found.server:
+    async with ScriptedServer(found.script, models=["m", "other"]) as found.server:
         yield found
         found.go.set()
 
@@ -251,6 +251,22 @@ async def test_the_samples_of_a_row_vote_and_a_resume_asks_none_again(scene: Sce
         assert votes == [{"counts": {"no": 1, "yes": 2}, "against": 1}] * 2
         assert [result.doubts for result in results] == [{"output": 1 / 3}] * 2
     assert scene.asked == Counter({"row-0": 3, "row-1": 3})
+
+
+@pytest.mark.covers("a change that is undone", "local", "processes", "Redis", "Ray", "pipeline", "reduction", "worker=")
+@pytest.mark.parametrize("samples", [1, 2])
+async def test_a_model_that_is_changed_and_changed_back_is_paid_once(scene: Scene, samples: int) -> None:
+    if scene.shape == "worker=" and samples > 1:
+        return  # samples are those of the tool loop
+    scene.answer = lambda row, request: Say(f"{request.body['model']} says {row}")
+    given = {"samples": samples} if samples > 1 else {}
+    first = await scene.run(3, **given)
+    other = await scene.run(3, model="other", resume=True, on_change="resend", **given)
+    assert {result.output for result in other} != {result.output for result in first}
+    asked = scene.server.received
+    again = await scene.run(3, resume=True, on_change="resend", **given)
+    assert [result.output for result in again] == [result.output for result in first]
+    assert scene.server.received == asked and all(result.resumed for result in again)
 
 
 @pytest.mark.covers("standby", "local", "processes", "Redis", "Ray", "pipeline", "reduction", "worker=", "runtime")
