@@ -51,6 +51,7 @@ RUN, JOURNAL, RESULTS, FAILURES, SUMMARY, LOCK, JOBS = (
     "jobs.jsonl",
 )
 GOLD = "gold.jsonl"
+FORGED = "forged_entries"  # fact of a run in Redis: entries of its queue that were no rows of it, and were dropped
 SCHEMA = "schema"  # the fact that has the schema of the answers
 REVIEWED = "review"  # the fact that has what a review needs to know of the options
 OPTIONS = "options"  # the fact that has the resolved options of a run

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import cast
 
 from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.output.streams import put, put_json, say
@@ -21,6 +22,7 @@ from batch_agent.messages import JsonObject
 from batch_agent.observe.numbers import ALIVE, UNPRICED, ShownNumbers, answered_words, of_record
 from batch_agent.observe.text import (
     amount,
+    counted,
     harmless,
     table,
     terminal_width,
@@ -30,7 +32,7 @@ from batch_agent.record.address import RunPlace, place_of
 from batch_agent.record.people import people_of
 from batch_agent.record.promise import PromiseStanding
 from batch_agent.record.reader import RunReader, RunSnapshot, look, open_run, runs_in
-from batch_agent.record.rundir import SCHEMA, stage_names
+from batch_agent.record.rundir import FORGED, SCHEMA, stage_names
 from batch_agent.record.score_reader import has_gold, score_of_run
 from batch_agent.run.promise import standing_of
 from batch_agent.trust.shown import brief_lines
@@ -165,6 +167,8 @@ def _text(
         lines.append(
             ("workers", ", ".join(f"process {each.get('pid')} on {each.get('host')}" for each in view.workers))
         )
+    if forged := sum(cast(int, part.facts.get(FORGED) or 0) for part in (view, *view.stages.values())):
+        lines.append(("forged", f"{counted(forged, 'entry', 'entries')} of the queue that no feeder put there"))
     if facts.get("why"):
         lines.append(("why", str(facts["why"])))
     lines.append(("started", f"{facts.get('started')}, session {view.sessions} {facts.get('session_started')}"))

@@ -36,7 +36,7 @@ from batch_agent.record.redis.connection import Client, RedisConnection, entries
 from batch_agent.record.redis.scripts import GROUP
 from batch_agent.record.redis.store import RUNS, RedisRunStore, unpack_step
 from batch_agent.record.row_json import decode_row
-from batch_agent.record.rundir import stage_names
+from batch_agent.record.rundir import FORGED, stage_names
 from batch_agent.record.steps import Past, Spent
 from batch_agent.record.store import KeptStep, RecordedRow, RunProgress
 from batch_agent.record.timeline import MOST_SAMPLES, SAMPLE, Line, TimelineRecord
@@ -121,6 +121,8 @@ class RedisReader(RunReader):
         if self.stage_name:  # the table is that of the whole run
             own_tokens, own_cost = self.store.spent_recorded()
             tokens, cost = tokens + own_tokens, cost + own_cost
+        if forged := self.store.forged():
+            facts = {**facts, FORGED: forged}
         stages = {}
         for name in stage_names(facts):
             with self.stage(name) as stage:
@@ -198,8 +200,18 @@ class RedisReader(RunReader):
     def _queue(self) -> Iterator[QueuedRow]:
         leased, after = set(self._pending()), ""
         while page := self.page("queue", after, PAGE):
-            yield from (_queued(place, fields, place in leased or b"past" in fields) for place, fields in page)
+            for place, fields in self._rows_of(page):
+                yield _queued(place, fields, place in leased or b"past" in fields)
             after = page[-1][0]
+
+    def _rows_of(self, page: Sequence[tuple[str, dict[bytes, bytes]]]) -> Iterator[tuple[str, dict[bytes, bytes]]]:
+        """Yield the entries of the queue that a feeder has put there: each row has its place on record."""
+        named = [(place, fields, fields.get(b"row", b"")) for place, fields in page]
+        known = self.command("HMGET", self.store.key("rows"), *(row for _, _, row in named)) if named else []
+        for (place, fields, _), about in zip(named, known, strict=True):
+            _, index, state, at = (about or b"- - - -").split(b" ", 4)[:4]
+            if (state, at, index) == (b"q", place.encode(), fields.get(b"index")) and b"value" in fields:
+                yield place, fields
 
     def _pending(self) -> Iterator[str]:
         """Yield the places of rows that a worker holds, or whose lease has expired."""
@@ -211,8 +223,8 @@ class RedisReader(RunReader):
 
     def _at(self, place: str) -> QueuedRow | None:
         """Return the row at a place in the queue, or None if it is done."""
-        page = entries({"queue": self.command("XRANGE", self.store.key("queue"), place, place)})
-        return next((_queued(place, fields, started=True) for place, fields in page), None)
+        page = list(entries({"queue": self.command("XRANGE", self.store.key("queue"), place, place)}))
+        return next((_queued(place, fields, started=True) for place, fields in self._rows_of(page)), None)
 
     # Results
 

@@ -18,7 +18,7 @@ local function replaced(session)
   return redis.call('HGET', run, 'sitting') ~= session
 end
 local function describe(row)
-  local known = redis.call('HGET', rows, row)
+  local known = row and redis.call('HGET', rows, row)
   if not known then return nil end
   return string.match(known, '^(%d+) (%d+) (%a) (%S+) ?(.*)$')
 end
@@ -318,27 +318,51 @@ return redis.call('XRANGE', events, ARGV[2], '+', 'COUNT', ARGV[3])
 
 STANDING = _HEAD + "return standing()"
 
+# ``give`` takes entries of the queue for a worker. An entry that is no waiting row of the run was not put there by a
+# feeder: it is dropped and counted.
+_GIVE = """
+local taken, dropped = {}, 0
+local function give(entries, prefix)
+  for _, entry in ipairs(entries) do
+    local row = field(entry, 'row')
+    local _, index, state, place = describe(row)
+    if state == 'q' and place == entry[1] and index == field(entry, 'index') and field(entry, 'value') then
+      local token = redis.call('XPENDING', queue, group, place, place, 1)[1][4]
+      local steps = {}
+      if token > 1 or field(entry, 'past') then steps = redis.call('LRANGE', prefix .. row, 0, -1) end
+      local past = field(entry, 'past') or ''
+      taken[#taken + 1] = {place, token, row, index, field(entry, 'value'), steps, past}
+    else
+      redis.call('XACK', queue, group, entry[1])
+      redis.call('XDEL', queue, entry[1])
+      redis.call('HINCRBY', run, 'forged', 1)
+      dropped = dropped + 1
+    end
+  end
+end
+"""
+
+# prefix of steps, then the places of entries that a worker has just read
+GIVE = (
+    _HEAD
+    + _GIVE
+    + """
+for i = 2, #ARGV do give(redis.call('XRANGE', queue, ARGV[i], ARGV[i]), ARGV[1]) end
+return {taken, dropped}
+"""
+)
+
 # worker, count, prefix of steps, whether to look for expired leases, and the minimum uptime of the server in ms
 TAKE = (
     _HEAD
+    + _GIVE
     + f"""
 local worker, count, prefix, look, age = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4], tonumber(ARGV[5])
-local taken = {{}}
-local function give(entries)
-  for _, entry in ipairs(entries) do
-    local token = redis.call('XPENDING', queue, group, entry[1], entry[1], 1)[1][4]
-    local row = field(entry, 'row')
-    local steps = {{}}
-    if token > 1 or field(entry, 'past') then steps = redis.call('LRANGE', prefix .. row, 0, -1) end
-    local past = field(entry, 'past') or ''
-    taken[#taken + 1] = {{entry[1], token, row, field(entry, 'index'), field(entry, 'value'), steps, past}}
-  end
-end
 local back = redis.call('XPENDING', queue, group, '-', '+', count, '{RETURNED}')
 if #back > 0 then
   local ids = {{}}
   for i, each in ipairs(back) do ids[i] = each[1] end
-  give(redis.call('XCLAIM', queue, group, worker, 0, unpack(ids)))
+  give(redis.call('XCLAIM', queue, group, worker, 0, unpack(ids)), prefix)
 end
 if look == '1' and #taken < count then
   local lease = redis.call('HGET', run, 'lease')
@@ -347,15 +371,15 @@ if look == '1' and #taken < count then
   while tonumber(up) * 1000 >= age and #taken < count do
     local found = redis.call('XAUTOCLAIM', queue, group, worker, lease, cursor, 'COUNT', count - #taken)
     cursor = found[1]
-    give(found[2])
+    give(found[2], prefix)
     if cursor == '0-0' then break end
   end
 end
 if #taken < count then
   local read = redis.call('XREADGROUP', 'GROUP', group, worker, 'COUNT', count - #taken, 'STREAMS', queue, '>')
-  if read then give(read[1][2]) end
+  if read then give(read[1][2], prefix) end
 end
-return taken
+return {{taken, dropped}}
 """
 )
 

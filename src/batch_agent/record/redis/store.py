@@ -356,21 +356,28 @@ class RedisRunStore:
 
     def take(self, worker: int, most: int, wait: float) -> list[LeasedRow]:
         with self._present():
-            found = self._script(scripts.TAKE, worker, most, self._steps, int(self._may_look()), self._age)
+            found = self._given(scripts.TAKE, worker, most, self._steps, int(self._may_look()), self._age)
             if found or wait <= 0:
-                return [_leased(*each) for each in found]
+                return found
             waits = max(1, int(min(wait, BLOCKED) * 1000))
             read = self._command(
                 "XREADGROUP", "GROUP", scripts.GROUP, worker, "COUNT", most, "BLOCK", waits, "STREAMS",
                 self.key("queue"), ">",
             )  # fmt: skip
-        taken = []
-        for place, fields in entries(read):
-            row = fields[b"row"]
-            past = fields.get(b"past", b"")
-            steps = self._command("LRANGE", self._steps + row.decode(), 0, -1) if past else []
-            taken.append(_leased(place.encode(), 1, row, fields[b"index"], fields[b"value"], steps, past))
-        return taken
+            places = [place for place, _ in entries(read)]
+            return self._given(scripts.GIVE, self._steps, *places) if places else []
+
+    def _given(self, script: str, *arguments: object) -> list[LeasedRow]:
+        """Return the rows that a script has given to this worker."""
+        taken, dropped = self._script(script, *arguments)
+        if dropped:
+            told = "dropped from the queue of %s, because no feeder put them there: %d. Other programs write to it"
+            logger.warning(told, self.address, dropped)
+        return [_leased(*each) for each in taken]
+
+    def forged(self) -> int:
+        """Return how many entries of the queue were dropped, because no feeder has put them there."""
+        return int(self._command("HGET", self.key("run"), "forged") or 0)
 
     def renew(self, worker: int, leases: Sequence[RowLease]) -> tuple[set[str], RunStanding]:
         with self._present():
