@@ -12,7 +12,7 @@ from tests.run.promised import MOODS, answer, judge, table
 from batch_agent import BatchAgent, Results
 from batch_agent.errors import SpecError
 from batch_agent.record.promise import PromiseStanding
-from batch_agent.run.promise import standing_of
+from batch_agent.run.promise import priced, standing_of
 from batch_agent.testing import ScriptedServer
 
 
@@ -186,3 +186,14 @@ async def test_options_that_exclude_a_promise_are_refused(options: dict[str, Any
 async def test_an_iterator_has_no_audit(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="promise needs inputs that can be counted"):
         await run(table(5), tmp_path / "run", inputs=iter(table(5)))
+
+
+async def test_another_promise_is_priced_by_the_audit_of_the_first(tmp_path: Path) -> None:
+    rows = table(300, wrong=0.1)
+    await run(rows, tmp_path / "run")
+    judge(tmp_path / "run", rows)
+    harder, easier = (priced(str(tmp_path / "run"), f"mood.accuracy >= {share}") for share in (0.97, 0.8))
+    assert (harder.state, easier.state) == ("not yet", "kept")
+    assert harder.left is not None
+    assert harder.left[1] > 0
+    assert standing(tmp_path / "run").state == "kept"

@@ -136,6 +136,11 @@ COMMANDS: Mapping[str, Command] = {
         "Compare the answers of a run, finished or not, or of a file of results with right answers, and print how many "
         "are right, with exact intervals. Exit status 6 if what --require asks is not met.",
     ),
+    "certify": Command(
+        "write or check the certificate of a promise",
+        "Write the certificate of a run whose promise is kept, or with --check compare one with the record. Exit "
+        "status 1 if certificate and record differ, with the first difference; 6 if the promise is not kept.",
+    ),
     "copy": Command(
         "copy a run from Redis to a directory, or back",
         "Copy a recorded run that no process works on: from Redis to a new directory, or from a directory to Redis "

@@ -61,11 +61,10 @@ def input_digest(value: object) -> str:
     return blake2b(to_json(value), digest_size=8).hexdigest()
 
 
-def row_digest(name: str, value: object) -> int:
-    """Return the digest of a row, with its id. The sum over all rows is that of the table, in any order."""
-    made = blake2b(f"{len(name)}:{name}".encode("utf-8", "surrogatepass"), digest_size=16)
-    made.update(to_json(value))
-    return int.from_bytes(made.digest())
+def row_digest(name: str, content: bytes) -> int:
+    """Return the digest of a row, of its id and the digest of its input (``keys.row_of``). The sum over all rows is
+    that of the table, in any order."""
+    return int.from_bytes(blake2b(content + name.encode("utf-8", "surrogatepass"), digest_size=16).digest())
 
 
 def audit_key(promise: Promise, rows: int, digest: str, beacon: str | None) -> str:
@@ -185,7 +184,7 @@ class PromiseStanding(NamedTuple):
         return {"promise": self.text, **found, "left": None if left is None else cast(JsonValue, words)}
 
 
-class _Scan:
+class FinishedDoubts:
     """The finished rows of a run: their doubts, and the digests of their inputs are read when they are needed."""
 
     def __init__(self, run: RunReader, *, doubt: bool) -> None:
@@ -219,6 +218,17 @@ class _Scan:
         self.done += self.places[index] < 0
         self.ok += bool(record.get("ok")) - (self.places[index] >= 0 and before < NEVER)
         self.places[index], self.doubts[index] = place, doubt_of(record, doubt=self._doubt)
+
+    def bands(self, thresholds: Sequence[float]) -> list[int]:
+        """Return the number of finished rows in each band."""
+        found = [0] * (len(thresholds) + 1)
+        for doubt in self.doubts:
+            if doubt == doubt:  # finished
+                found[band(thresholds, doubt)] += 1
+        return found
+
+    def doubt(self, index: int) -> float:
+        return self.doubts[index]
 
     def records(self, indexes: Sequence[int]) -> list[Record | None]:
         assert self._lines is not None, "the rows were read"
@@ -270,7 +280,7 @@ class RunPromise:
         self.promise, self.fields = promised_fields(
             known.promise, schema if isinstance(schema, dict) else None, known.tolerance
         )
-        self._scan = _Scan(run, doubt=known.doubt)
+        self._scan: FinishedDoubts = FinishedDoubts(run, doubt=known.doubt)
         self._full: list[int] | None = None
 
     @classmethod
@@ -294,6 +304,17 @@ class RunPromise:
     def catch_up(self) -> None:
         """Read the rows that are new."""
         self._scan.catch_up()
+
+    def priced(self, promise: Promise) -> Self:
+        """Return another promise about the same table, measured by the audit of this one. That proves nothing: the rows
+        were not drawn for it."""
+        known, looks = replace(self.known, promise=promise), int(self.looked)
+        return type(self)(self._run, known, self.review, self.log, gold=self._gold, looks=looks, overlap=self._overlap)
+
+    def recounted(self, counts: FinishedDoubts, order: Sequence[int]) -> None:
+        """Use counts of the rows and an order of the audit that were made by a reader of its own."""
+        self._scan.close()
+        self._scan, self._head = counts, [*order]
 
     # The order of the audit
 
@@ -329,6 +350,10 @@ class RunPromise:
             return ""
         what = "rows or the promise" if found.id != self.known.key else "prompt, the model or the schema"
         return f"the {what} changed after the audit began, so it begins again"
+
+    def order_before(self) -> list[int]:
+        """Return the rows of the order before those of the audit."""
+        return [index for place in range(self.before) if (index := self._order(place)) is not None]
 
     @property
     def thresholds(self) -> tuple[float, ...]:
@@ -447,6 +472,18 @@ class RunPromise:
 
     # What is proved
 
+    def audited(self) -> Iterator[tuple[Event, bool, JsonValue]]:
+        """Yield the rows of the audit that count, in its order: the frozen answer, whether it is wrong, and the right
+        values, None if there are none."""
+        place = self.before
+        for _ in outcomes_in_order(self.outcomes()):
+            index = self._order(place)
+            assert index is not None, "the row was counted"
+            event = self.review.frozen[index]
+            right = self._right(event, place)
+            yield event, bool(self._wrong(event, place)), right or None
+            place += 1
+
     def outcomes(self) -> Iterator[tuple[int, bool] | None]:
         """Yield, for each row of the audit in its order, its band and whether its frozen answer is wrong; None if that
         is open."""
@@ -502,13 +539,11 @@ class RunPromise:
 
     def _walk(self) -> tuple[Walk, Workload, list[int]]:
         thresholds, known = self.thresholds, self.known
-        bands, done, none = ([0] * (len(thresholds) + 1) for _ in range(3))
-        for doubt in self._scan.doubts:
-            if doubt == doubt:  # finished
-                bands[band(thresholds, doubt)] += 1
+        bands = self._scan.bands(thresholds)
+        done, none = ([0] * (len(thresholds) + 1) for _ in range(2))
         bands[-1] += known.rows - sum(bands)
         for index, answered in self._judged().items():
-            place = band(thresholds, self._scan.doubts[index]) if self._scan.is_done(index) else -1
+            place = band(thresholds, self._scan.doubt(index)) if self._scan.is_done(index) else -1
             (done if answered else none)[place] += 1
         lost = [sum(none[place + 1 :]) for place in range(len(thresholds))]
         error, _ = self._error()
@@ -534,7 +569,7 @@ class RunPromise:
         """Return how many of the rows before the audit count as wrong: those that people have answered with people's
         own error, those with gold if they are wrong, and all others."""
         judged, found = self._judged(), 0.0
-        rows = [index for place in range(self.before) if (index := self._order(place)) is not None]
+        rows = self.order_before()
         for index, record in zip(rows, self._scan.records(rows), strict=True):
             gold = None if record is None else self._gold_of(index, str(record.get("job_id")))
             if judged.get(index, False):
@@ -599,7 +634,7 @@ class RunPromise:
         answered = [0] * (len(thresholds) + 1)
         for index, has_answer in judged.items():
             if has_answer and self._scan.is_done(index):
-                answered[band(thresholds, self._scan.doubts[index])] += 1
+                answered[band(thresholds, self._scan.doubt(index))] += 1
         lost = [sent - sum(answered[place + 1 :]) for place, sent in enumerate(tables.sent)]
         return replace(tables, lost=lost)
 
@@ -669,7 +704,7 @@ class RunPromise:
         more = 0
         for index, answered in self._judged().items():
             if self._scan.is_done(index):
-                has_one = self._scan.doubts[index] < NEVER
+                has_one = self._scan.doubt(index) < NEVER
                 more += answered - has_one
         return (self._scan.ok + more) / self.known.rows if self.known.rows else 0.0
 

@@ -56,7 +56,7 @@ def take_rows(review: PeopleReview, who: str, limit: int | None, queue: Queue | 
     """Give rows to a reviewer until they are imported or freed: the same ones as before if the reviewer has some, else
     the next ones."""
     name = checked_name(who)
-    review.catch_up()
+    review.prepare()
 
     def decide(now: float) -> tuple[list[Event], list[ReviewRow]]:
         rows, core = review.queue(queue), review.review

@@ -126,7 +126,7 @@ def known_of_run(run: RunReader) -> tuple[RunGold, OutputSchema[object] | None, 
 
 def known_of_file(path: Path) -> tuple[list[Record], RunGold]:
     """Return the results in a file, and what is known of right answers. Raises SpecError."""
-    records = [*_records_of(path)]
+    records = [*records_of(path)]
     if not records:
         raise SpecError(f"{path} has no results")
     answers = [[each.get("job_id"), each.get("output")] for each in records]
@@ -202,7 +202,7 @@ def _index(record: Record) -> int:
     return index if isinstance(index, int) else -1
 
 
-def _records_of(path: Path) -> Iterator[Record]:
+def records_of(path: Path) -> Iterator[Record]:
     """Yield the results in a file. A line that is no result is an error: it is another file."""
     rows = read_inputs(path)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Self, cast
@@ -14,6 +15,7 @@ from batch_agent.files.inputs import rows_again
 from batch_agent.files.results import to_json
 from batch_agent.job import UnreadableRow
 from batch_agent.messages import JsonObject
+from batch_agent.record.keys import row_of
 from batch_agent.record.people import PeopleReview
 from batch_agent.record.promise import (
     HEAD,
@@ -31,6 +33,7 @@ from batch_agent.run.pilot import Pilot, named
 from batch_agent.run.recording import in_thread
 from batch_agent.run.scoring import keep_lines
 from batch_agent.trust.order import KeyedOrder
+from batch_agent.trust.promise import read_promise
 
 
 class PromiseOfRun:
@@ -92,7 +95,7 @@ def draw_audit(
     rows = total = 0
     for placed in named(rows_again(inputs), spec.id_column, warns=False):
         value = None if isinstance(placed.value, UnreadableRow) else placed.value
-        total = (total + row_digest(_name(placed.index, placed.name), value)) % SUMS
+        total = (total + row_digest(_name(placed.index, placed.name), row_of(value, ""))) % SUMS
         rows += 1
     digest, before = f"{total:032x}", PromiseFacts.of(recorded)
     beacon = spec.beacon if spec.beacon is not None or before is None else before.beacon
@@ -147,3 +150,14 @@ def standing_of(run: str | Path, *, settles: bool = False) -> PromiseStanding | 
             review.prepare()
         assert review.promise is not None, "the run has one"
         return review.promise.standing(spent=review.whole.view().progress.cost)
+
+
+def priced(run: str, text: str) -> PromiseStanding:
+    """Return how another promise about the table of a recorded run would stand, by the audit that was made for its own.
+    Blocks. Raises SpecError for a run without a promise."""
+    promise = read_promise(text)
+    with PeopleReview.open(run) as review:
+        if review.promise is None:
+            raise SpecError(f"{run} has no promise, so it has no audit by which another one could be priced")
+        with closing(review.promise.priced(promise)) as other:
+            return other.standing(spent=review.whole.view().progress.cost)

@@ -213,6 +213,11 @@ class Review:
             first = standing[JUDGES - 1]
         return PeopleVerdict("answer" if first.kind == "answer" else "none", first.output, len(standing))
 
+    def judges(self, row: int, queue: Queue) -> list[str]:
+        """Return the names of those whose judgement of a row stands."""
+        judged = self._rows.get((row, queue))
+        return [] if judged is None else [each.who for each in judged.standing]
+
     def void(self, row: int, queue: Queue, digest: str) -> int:
         """Return how many judgements of a row do not count, because its input is another now."""
         judged = self._rows.get((row, queue))

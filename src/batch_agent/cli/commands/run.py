@@ -77,6 +77,7 @@ from batch_agent.record.reader import RunSnapshot, look, open_run
 from batch_agent.record.rundir import RESULTS, RUN
 from batch_agent.record.score_reader import has_gold, score_of_run
 from batch_agent.run.changes import Changes, OnChange, retries
+from batch_agent.run.promise import priced as priced_promise
 from batch_agent.run.promise import standing_of
 from batch_agent.run.run import Run
 from batch_agent.run.scoring import final_score
@@ -108,7 +109,8 @@ def run_command(options: argparse.Namespace) -> int:
         take_settings(options)
         resolve_paths(options)
         if options.dry_run:
-            return _show_plan(options, stdout)
+            priced = options.command == "plan" and options.promise is not None and _names_a_run(options.spec_path)
+            return _show_price(options, stdout) if priced else _show_plan(options, stdout)
         wants_comparison(options)
         view = choose_view(options, sys.stderr, stdout)
         log = RequestLog(verbose=options.verbose, log_file=options.log_file, files=files)
@@ -161,6 +163,21 @@ def _speed(text: str) -> float:
     if not 0 < speed < float("inf"):
         raise SpecError("--gpu-speed must be a number of tokens per second above 0")
     return speed
+
+
+def _names_a_run(given: str | None) -> bool:
+    return given is not None and (not isinstance(place := place_of(given), Path) or (place / RUN).exists())
+
+
+def _show_price(options: argparse.Namespace, stdout: TextIO) -> int:
+    """Print what another promise would cost, by the audit of a recorded run."""
+    standing = priced_promise(options.spec_path, options.promise)
+    if options.json:
+        put_json({"priced": True, **standing.to_json()}, stdout)
+    else:
+        proves = "this prices the promise and proves nothing: the audited rows were drawn for another one"
+        put("\n".join([*standing.lines(), proves]), stdout)
+    return ALL_OK
 
 
 def _show_plan(options: argparse.Namespace, stdout: TextIO) -> int:

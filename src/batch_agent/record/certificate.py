@@ -1,0 +1,532 @@
+"""The certificate of a promise that is kept: what was promised, how it was proved, and digests of the record.
+
+``check`` computes all of it again from the record: it reads each result line once, with the journal beside it, keeps
+sums and counts in place of rows, and imports no code of the run. All sums are of digests, so that the order of lines
+does not matter. It returns the first difference in words.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import orjson
+from pydantic import JsonValue
+
+from batch_agent.errors import SpecError, StoreError
+from batch_agent.files.results import from_json, to_json
+from batch_agent.files.tables import Record
+from batch_agent.messages import JsonObject
+from batch_agent.record.codec import ASKED, ENDED, decode
+from batch_agent.record.keys import row_of
+from batch_agent.record.people import PeopleReview
+from batch_agent.record.promise import (
+    NEVER,
+    PROMISE,
+    SUMS,
+    FinishedDoubts,
+    PromiseStanding,
+    RunPromise,
+    audit_key,
+    doubt_of,
+    row_digest,
+)
+from batch_agent.record.reader import RunReader, open_run, parsed
+from batch_agent.record.rundir import FAILURES, JOURNAL, RESULTS
+from batch_agent.record.score_reader import records_of
+from batch_agent.record.sqlite import open_to_read
+from batch_agent.record.steps import Asked, Ended
+from batch_agent.trust.anytime import ERROR, PRIOR_A
+from batch_agent.trust.gold import GoldField, same_json
+from batch_agent.trust.order import KeyedOrder
+from batch_agent.trust.review import AUDIT
+from batch_agent.version import __version__
+
+FORMAT = 1
+BUCKETS = 256  # sums of answers, by the first byte of the digest of a row
+PART = 32 * 2**20  # bytes of result lines that a process reads at once
+LEFT_OUT = "failed"
+METHOD = (
+    "rows in the order of a keyed hash, judged by people who do not see the answers; thresholds tested from 'all rows "
+    "to people' down, each at the full level, by the ratio of prior and posterior for sampling without replacement"
+)
+
+
+class _Wanted(NamedTuple):
+    """What a pass over the rows looks for. ``last``: the rank of the last row of the audit; ``rows``: positions of rows
+    whose doubt is needed."""
+
+    key: str
+    thresholds: tuple[float, ...]
+    rows: frozenset[int]
+    last: bytes
+    doubt: bool
+
+
+@dataclass(slots=True)
+class _Counts:
+    """What a pass over the rows has found. ``before``: rows whose rank is at most that of the audit's last."""
+
+    rows: int = 0
+    ok: int = 0
+    digest: int = 0
+    before: int = 0
+    answers: list[int] = field(default_factory=lambda: [0] * BUCKETS)
+    bands: list[int] = field(default_factory=list)
+    doubts: dict[int, float] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
+
+    def __iadd__(self, more: _Counts) -> _Counts:
+        self.rows, self.ok, self.before = self.rows + more.rows, self.ok + more.ok, self.before + more.before
+        self.digest = (self.digest + more.digest) % SUMS
+        self.answers = [(one + other) % SUMS for one, other in zip(self.answers, more.answers, strict=True)]
+        self.bands = [one + other for one, other in zip(self.bands, more.bands, strict=True)]
+        self.doubts |= more.doubts
+        self.names |= more.names
+        return self
+
+
+class _Recounted(FinishedDoubts):
+    """The counts of a pass, in place of the doubts of all rows."""
+
+    def __init__(self, run: RunReader, counts: _Counts, wanted: _Wanted) -> None:
+        super().__init__(run, doubt=wanted.doubt)
+        self.done, self.ok, self._counts = counts.rows, counts.ok, counts
+
+    def catch_up(self) -> None:
+        """The rows were read."""
+
+    def bands(self, thresholds: Sequence[float]) -> list[int]:
+        return [*self._counts.bands]
+
+    def doubt(self, index: int) -> float:
+        return self._counts.doubts[index]
+
+    def is_done(self, index: int) -> bool:
+        return index in self._counts.doubts
+
+    def records(self, indexes: Sequence[int]) -> list[Record | None]:
+        wanted = set(indexes)
+        rows = self._run.rows if wanted else ()
+        found = {index: each for each in rows if isinstance(index := each["index"], int) and index in wanted}
+        return [found.get(index) for index in indexes]
+
+
+def answer_digest(content: bytes, output: object) -> int:
+    try:
+        written = orjson.dumps(output, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+    except TypeError:
+        written = to_json(output)
+    return int.from_bytes(blake2b(content + written, digest_size=16).digest())
+
+
+def _count(lines: Iterable[bytes | Record], wanted: _Wanted) -> _Counts:
+    found, order, last = _Counts(bands=[0] * (len(wanted.thresholds) + 1)), KeyedOrder(wanted.key), wanted.last
+    digest, answers, bands, thresholds = 0, found.answers, found.bands, wanted.thresholds
+    for line in lines:
+        record = parsed(line) if isinstance(line, bytes) else line
+        if record is None:
+            continue
+        index, name = cast(int, record["index"]), str(record.get("job_id"))
+        content = row_of(record.get("input"), "")
+        digest += row_digest(name, content)
+        found.rows += 1
+        doubt = NEVER
+        if record.get("ok"):
+            found.ok += 1
+            answers[content[0]] += answer_digest(content, record.get("output"))
+            doubt = doubt_of(record, doubt=wanted.doubt)
+        bands[bisect_left(thresholds, doubt)] += 1
+        if last and order.rank(name) <= last:
+            found.before += 1
+        if index in wanted.rows:
+            found.doubts[index], found.names[index] = doubt, name
+    found.digest = digest % SUMS
+    found.answers = [each % SUMS for each in answers]
+    return found
+
+
+def _count_part(path: str, start: int, end: int, wanted: _Wanted) -> _Counts:
+    return _count(_lines_of(Path(path), start, end), wanted)
+
+
+def _lines_of(path: Path, start: int = 0, end: int | None = None) -> Iterator[bytes]:
+    """Yield the lines that begin in a part of a file."""
+    with path.open("rb") as file:
+        if start:
+            file.seek(start - 1)
+            file.readline()  # it begins before the part, unless the byte before is its end
+        while end is None or file.tell() < end:
+            line = file.readline()
+            if not line:
+                return
+            yield line
+
+
+def _recount(run: RunReader, wanted: _Wanted) -> tuple[_Counts, list[int]]:
+    """Return the counts of all rows, and the sums of the answers in the journal; [] if they are compared row by row."""
+    found = _Counts(bands=[0] * (len(wanted.thresholds) + 1))
+    if not isinstance(run.place, Path):
+        found += _count(run.rows, wanted)
+        return found, []
+    files = [path for name in (RESULTS, FAILURES) if (path := run.place / name).exists()]
+    if any(path.with_name(f"{path.name}.new").exists() for path in files):
+        raise SpecError(f"a session of {run.name} was interrupted: batch-agent resume {run.name} completes its results")
+    sizes = {path: path.stat().st_size for path in files}
+    journal = run.place / JOURNAL
+    if not journal.exists():
+        raise SpecError(f"{run.name} has no {JOURNAL}, so its answers cannot be compared with it")
+    if sum(sizes.values()) <= PART:
+        for path in files:
+            found += _count(_lines_of(path), wanted)
+        return found, _journal_sums(str(journal))
+    with ProcessPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        sums = pool.submit(_journal_sums, str(journal))
+        parts = [
+            pool.submit(_count_part, str(path), start, min(size, start + PART), wanted)
+            for path, size in sizes.items()
+            for start in range(0, size, PART)
+        ]
+        for part in parts:
+            found += part.result()
+        return found, sums.result()
+
+
+def _journal_sums(path: str) -> list[int]:
+    """Return the sums of the answers with which agents ended, where the journal has them in their last step."""
+    sums = [0] * BUCKETS
+    with closing(open_to_read(Path(path))) as db:
+        for row, body in db.execute("SELECT row, body FROM record WHERE kind = ?", (ENDED,)):
+            try:
+                step = orjson.loads(body)
+                output = orjson.loads(step[3][0])
+            except (ValueError, LookupError, TypeError):
+                continue  # its answer is in another step, or had to be mended
+            sums[row[0]] += answer_digest(bytes(row), output)
+    return [each % SUMS for each in sums]
+
+
+def _differing_row(run: RunReader, buckets: frozenset[int]) -> str:
+    """Return the name of the first row whose answer is not one that the journal has, or "". A vote and a mended answer
+    are in no single step, so each field is looked for in all answers of the row."""
+    said: dict[bytes, list[JsonValue]] = {}
+    if isinstance(run.place, Path):
+        with closing(open_to_read(run.place / JOURNAL)) as db:
+            said = _said_in(db, buckets)
+    for place, record in run.rows.placed():
+        content = row_of(record.get("input"), "")
+        if not record.get("ok") or (isinstance(run.place, Path) and content[0] not in buckets):
+            continue
+        answers = said.get(content, []) if isinstance(run.place, Path) else _said_by(run, place, record)
+        if not _is_said(cast(JsonValue, record.get("output")), answers):
+            return str(record.get("job_id"))
+    return ""
+
+
+def _said_in(db: sqlite3.Connection, buckets: frozenset[int]) -> dict[bytes, list[JsonValue]]:
+    found: dict[bytes, list[JsonValue]] = {}
+    for row, kind, body in db.execute("SELECT row, kind, body FROM record WHERE kind IN (?, ?)", (ENDED, ASKED)):
+        content = bytes(row)
+        if content[0] in buckets:
+            found.setdefault(content, []).extend(_answers(kind, bytes(body)))
+    return found
+
+
+def _said_by(run: RunReader, place: int, record: Record) -> list[JsonValue]:
+    return [each for step in run.steps(place, record) for each in _answers(step.kind, step.body)]
+
+
+def _answers(kind: int, body: bytes) -> Iterator[JsonValue]:
+    """Yield the answers in a step: as JSON, or as text if it is none."""
+    try:
+        step = decode(kind, body) if kind in (ENDED, ASKED) else None
+    except ValueError:
+        return
+    texts: list[str | None] = []
+    if isinstance(step, Ended):
+        texts = [step.output, None if step.reply is None else step.reply.text]
+    elif isinstance(step, Asked):
+        texts = [step.reply.text]
+    for text in texts:
+        if text is not None:
+            try:
+                yield cast(JsonValue, from_json(text.encode("utf-8", "surrogatepass")))
+            except ValueError:
+                yield text
+
+
+def _is_said(output: JsonValue, answers: Sequence[JsonValue]) -> bool:
+    if any(same_json(output, each) for each in answers):
+        return True
+    if isinstance(output, dict) and output:
+        return all(any(_has(each, name, value) for each in answers) for name, value in output.items())
+    return any(isinstance(each, str) and _text(output) in each for each in answers)
+
+
+def _has(answer: JsonValue, name: str, value: JsonValue) -> bool:
+    if isinstance(answer, dict):
+        return same_json(answer.get(name), value) or (name not in answer and value is None)
+    return isinstance(answer, str) and _text(value) in answer
+
+
+def _text(value: JsonValue) -> str:
+    return value if isinstance(value, str) else to_json(value).decode()
+
+
+# The certificate
+
+
+class _Recomputed(NamedTuple):
+    certificate: JsonObject
+    counts: _Counts
+    wanted: _Wanted
+    journal: list[int]
+    standing: PromiseStanding
+    frozen: frozenset[int]  # rows of the audit
+
+
+def certificate_of(run: str, *, names: bool = False) -> tuple[JsonObject | None, PromiseStanding]:
+    """Return the certificate of a run, None if its promise is not kept, and how it stands. Raises SpecError for a run
+    without a promise, and for one whose record does not agree with itself."""
+    with open_run(run) as reader, PeopleReview(reader) as review:
+        found = _recomputed(reader, review, names=names)
+        if not found.standing.kept:
+            return None, found.standing
+        if why := _disagrees(reader, found):
+            raise StoreError(f"{reader.name} cannot be certified: {why}")
+        return found.certificate, found.standing
+
+
+def check(certificate: object, run: str) -> str:
+    """Return the first difference between a certificate and the record of its run in words; "" if they agree."""
+    if not isinstance(certificate, dict) or certificate.get("format") != FORMAT:
+        return "this is no certificate of a form that this version knows"
+    given = cast(JsonObject, certificate)
+    with open_run(run) as reader, PeopleReview(reader) as review:
+        facts = reader.facts()
+        if not isinstance(facts.get(PROMISE), dict):
+            return "the run has no promise"
+        if given.get("promise") != facts[PROMISE]:
+            return "the promise in the certificate is not that of the run"
+        found = _recomputed(reader, review, names=_has_names(given))
+        return _disagrees(reader, found) or _differs(given, found)
+
+
+def _has_names(given: JsonObject) -> bool:
+    audit = given.get("audit")
+    return isinstance(audit, list) and any(isinstance(each, dict) and "who" in each for each in audit)
+
+
+def _recomputed(run: RunReader, review: PeopleReview, *, names: bool) -> _Recomputed:
+    promise = review.promise
+    if promise is None:
+        raise SpecError(f"{run.name} has no promise, so there is nothing to certify")
+    review.log.catch_up(review.review)
+    known, order = promise.known, KeyedOrder(promise.known.key)
+    frozen = promise.review.frozen.values() if promise.begun is not None else ()
+    audit = sorted(frozen, key=lambda event: (order.rank(event.id), event.row))
+    rows = frozenset(row for row, _ in promise.review.judged_rows()) | {event.row for event in audit}
+    head = promise.order_before()
+    last = order.rank(audit[-1].id) if audit else b""
+    wanted = _Wanted(known.key, promise.thresholds, rows | {*head}, last, known.doubt)
+    counts, journal = _recount(run, wanted)
+    promise.recounted(_Recounted(run, counts, wanted), [*head, *(event.row for event in audit)])
+    standing = promise.standing()
+    digests: JsonObject = {
+        "rows": counts.rows,
+        "ok": counts.ok,
+        "input": f"{counts.digest:032x}",
+        "answers": [f"{each:032x}" for each in counts.answers],
+        "people": _people_digest(promise),
+    }
+    certificate: JsonObject = {
+        "format": FORMAT,
+        "version": __version__,
+        "says": _says(promise, standing),
+        "promise": run.facts()[PROMISE],
+        "method": {
+            "name": METHOD,
+            "confidence": 1 - ERROR,
+            "prior": [PRIOR_A, promise.promise.prior_b],
+            "thresholds": [*promise.thresholds],
+            "before": promise.before,
+            "first": known.first,
+            "people_error": standing.error,
+            "judged_twice": standing.twice,
+        },
+        "audit": [*_audit(promise, names=names)],
+        "digests": digests,
+        "standing": standing.to_json(),
+        "run": {"model": run.facts().get("model"), "fingerprint": run.facts().get("fingerprint")},
+    }
+    whole = cast(JsonObject, from_json(to_json(certificate)))
+    return _Recomputed(whole, counts, wanted, journal, standing, frozenset(event.row for event in audit))
+
+
+def _says(promise: RunPromise, standing: PromiseStanding) -> str:
+    bound = f"at most {standing.bound:.2%}" if standing.bound is not None else "an unknown share"
+    return (
+        f"{bound} of the {standing.rows:,} rows of the delivered table are wrong, with 95 % confidence, if "
+        f"{standing.truth} are right. Rows that people repaired count as wrong with {standing.error:.3g}, which is "
+        "outside the 95 %"
+    )
+
+
+def _audit(promise: RunPromise, *, names: bool) -> Iterator[JsonObject]:
+    """Yield the audited rows with both answers."""
+    for event, wrong, right in promise.audited():
+        answer = cast(JsonObject, event.output)
+        output = answer.get("output")
+        fields = promise.fields.values()
+        entry: JsonObject = {
+            "row": event.row,
+            "id": event.id,
+            "input": event.input,
+            "ok": answer.get("ok"),
+            "doubt": answer.get("doubt"),
+            "model": {each.name: each.take(output) for each in fields} if answer.get("ok") else None,
+            "right": right,
+            "wrong": wrong,
+        }
+        if names:
+            entry["who"] = [*promise.review.judges(event.row, AUDIT)]
+        yield entry
+
+
+def _people_digest(promise: RunPromise) -> str:
+    """Return the digest of all that people have decided."""
+    total = 0
+    for row, queue in promise.review.judged_rows():
+        verdict = promise.review.verdict(row, queue)
+        made = to_json([row, queue, verdict.kind, verdict.output])
+        total += int.from_bytes(blake2b(made, digest_size=16).digest())
+    return f"{total % SUMS:032x}"
+
+
+def _disagrees(run: RunReader, found: _Recomputed) -> str:
+    """Return how the record does not agree with itself."""
+    facts = cast(JsonObject, found.certificate["promise"])
+    counts = found.counts
+    if counts.rows != facts["rows"]:
+        what = "left out" if counts.rows < cast(int, facts["rows"]) else "added"
+        named = _missing(run, cast(int, facts["rows"])) if counts.rows < cast(int, facts["rows"]) else ""
+        return f"{abs(counts.rows - cast(int, facts['rows'])):,} rows were {what}{named}"
+    if f"{counts.digest:032x}" != facts["digest"]:
+        return f"the rows are not those that the run began with{_missing(run, counts.rows)}"
+    with PeopleReview(run) as review:
+        promise = review.promise
+        assert promise is not None, "it has one"
+        beacon = facts.get("beacon")
+        key = audit_key(promise.promise, counts.rows, str(facts["digest"]), None if beacon is None else str(beacon))
+    if key != facts["key"]:
+        return "the key of the audit is not the one that the rows and the promise give"
+    audit = cast("list[JsonObject]", found.certificate["audit"])
+    for entry in audit:
+        name = counts.names.get(cast(int, entry["row"]))
+        if name != entry["id"]:
+            return f"the audited row {entry['id']} is not in the table"
+    before = cast(int, cast(JsonObject, found.certificate["method"])["before"])
+    if found.wanted.last and counts.before != before + len(found.frozen):
+        return f"the audit has rows that the key did not draw{_not_drawn(run, found)}"
+    differing = frozenset(
+        place for place, (one, other) in enumerate(zip(counts.answers, found.journal, strict=False)) if one != other
+    )
+    if differing or not found.journal:
+        name = _differing_row(run, differing)
+        if name:
+            return f"the answer of row {name} in the results is not the one in the journal"
+    return ""
+
+
+def _missing(run: RunReader, rows: int) -> str:
+    """Return the first row that has no line, or more than one."""
+    seen = bytearray(rows)
+    for record in run.rows:
+        index = cast(int, record["index"])
+        if index < rows:
+            seen[index] = 1
+    place = seen.find(0)
+    return f": row {place} (counted from 0) is the first without a result" if place >= 0 else ""
+
+
+def _not_drawn(run: RunReader, found: _Recomputed) -> str:
+    order = KeyedOrder(found.wanted.key)
+    for record in run.rows:
+        name = str(record.get("job_id"))
+        if order.rank(name) <= found.wanted.last and cast(int, record["index"]) not in found.frozen:
+            return f": row {name} comes before others of the audit, and is not in it"
+    return ""
+
+
+def _differs(given: JsonObject, found: _Recomputed) -> str:
+    """Return the first difference between a certificate and what the record says."""
+    own = found.certificate
+    mine, theirs = cast(JsonObject, own["digests"]), given.get("digests")
+    if not isinstance(theirs, dict):
+        return "the certificate has no digests"
+    for part, words in (("rows", "number of rows"), ("input", "rows"), ("people", "answers of people")):
+        if theirs.get(part) != mine[part]:
+            return f"the {words} of the record are not those of the certificate"
+    if theirs.get("answers") != mine["answers"]:
+        return "answers of the record are not those of the certificate: some were changed after it was made"
+    audit, listed = cast("list[JsonObject]", own["audit"]), given.get("audit")
+    if not isinstance(listed, list) or len(listed) != len(audit):
+        count = len(listed) if isinstance(listed, list) else 0
+        return f"the certificate lists {count} audited rows, the record has {len(audit)}"
+    for one, other in zip(audit, listed, strict=True):
+        if one != other:
+            name = other.get("id") if isinstance(other, dict) else other
+            if not isinstance(other, dict) or other.get("id") != one["id"]:
+                return f"the audited row {name} is not the one that the key drew, which is {one['id']}"
+            field_name = next((each for each in one if one[each] != other.get(each)), "an unknown field")
+            return f"the audited row {name} differs in {field_name}"
+    for part in ("method", "standing", "says", "run"):
+        if given.get(part) != own[part]:
+            return f"{part} of the certificate is not what the record gives: {_first_of(given.get(part), own[part])}"
+    return ""
+
+
+def _first_of(given: object, own: JsonValue) -> str:
+    if isinstance(given, dict) and isinstance(own, dict):
+        for name in own:
+            if given.get(name) != own[name]:
+                return f"{name} is {given.get(name)!r}, and should be {own[name]!r}"
+    return "it differs"
+
+
+# An exported table
+
+
+def check_table(path: Path, run: str) -> str:
+    """Return the first difference between a table and what a run delivers; "" if its promised fields agree."""
+    with PeopleReview.open(run) as review:
+        promise = review.promise
+        if promise is None:
+            raise SpecError(f"{run} has no promise")
+        fields, table = [*promise.fields.values()], dict[str, Record]()
+        for record in records_of(path):
+            table[str(record.get("job_id"))] = record
+        for record in review.run.rows:
+            name, delivered = str(record.get("job_id")), review.delivered(record)
+            row = table.pop(name, None)
+            if row is None:
+                return f"row {name} is not in {path}"
+            if bool(row.get("ok")) != bool(delivered.get("ok")):
+                return f"row {name} of {path} is {'ok' if row.get('ok') else 'failed'}, and should be the other"
+            if delivered.get("ok") and not _same_values(fields, row.get("output"), delivered.get("output")):
+                return f"row {name} of {path} has another answer than the run delivers"
+        if table:
+            return f"row {next(iter(table))} of {path} is not in the run"
+    return ""
+
+
+def _same_values(fields: Sequence[GoldField], one: object, other: object) -> bool:
+    return all(_text(each.take(cast(JsonValue, one))) == _text(each.take(cast(JsonValue, other))) for each in fields)

@@ -1,0 +1,209 @@
+"""``batch-agent certify``: the certificate of a promise, what it is compared with, and what each change of it says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.cli.commandline import batch_agent
+from tests.run.promised import MOODS, answer, judge, table
+
+from batch_agent import BatchAgent
+from batch_agent.testing import ScriptedServer
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+
+
+async def kept(place: Path, rows: int = 150, **options: Any) -> list[dict[str, Any]]:
+    """Make a run whose promise is kept."""
+    made = table(rows, wrong=0.05, failed=0.02)
+    async with ScriptedServer(answer, models=["scripted"]) as server:
+        await BatchAgent.run(
+            task="{text}",
+            inputs=[{"id": row["id"], "text": row["text"]} for row in made],
+            output_schema=MOODS,
+            backend=server.backend_url,
+            model="scripted",
+            run_dir=place / "run",
+            max_retries=0,
+            promise="mood.accuracy >= 0.85",
+            **options,
+        )
+    judge(place / "run", made)
+    return made
+
+
+async def test_a_certificate_has_both_answers_of_the_audited_rows_and_agrees_with_the_record(tmp_path: Path) -> None:
+    made = await kept(tmp_path)
+    outcome = await batch_agent(tmp_path, "certify", "run", "-o", "certificate.json")
+    assert outcome.code == 0, outcome.stderr
+    text = (tmp_path / "certificate.json").read_text()
+    certificate = json.loads(text)
+    assert certificate["standing"]["state"] == "kept"
+    assert certificate["method"]["prior"] == [1.0, pytest.approx(2 / 0.15)]
+    truth = {row["id"]: row["truth"] for row in made}
+    assert all(each["right"] == {"mood": truth[each["id"]]} for each in certificate["audit"])
+    assert len(certificate["audit"]) == certificate["standing"]["audited"]
+    assert "ann" not in text
+    assert made[0]["text"] not in text
+    checked = await batch_agent(tmp_path, "certify", "--check", "certificate.json", "run")
+    assert (checked.code, "agrees with the record of run" in checked.stderr) == (0, True), checked.stderr
+
+
+async def test_names_are_there_only_if_they_are_asked_for(tmp_path: Path) -> None:
+    await kept(tmp_path)
+    await batch_agent(tmp_path, "certify", "run", "-o", "certificate.json", "--names")
+    certificate = json.loads((tmp_path / "certificate.json").read_text())
+    assert {name for each in certificate["audit"] for name in each["who"]} == {"ann"}
+    assert (await batch_agent(tmp_path, "certify", "--check", "certificate.json", "run")).code == 0
+
+
+async def test_a_promise_that_is_not_kept_has_no_certificate(tmp_path: Path) -> None:
+    made = table(100)
+    async with ScriptedServer(answer, models=["scripted"]) as server:
+        known: dict[str, Any] = {"task": "{text}", "output_schema": MOODS, "backend": server.backend_url}
+        known |= {"model": "scripted", "run_dir": tmp_path / "run", "promise": "mood.accuracy >= 0.9"}
+        await BatchAgent.run(inputs=[{"id": row["id"], "text": row["text"]} for row in made], **known)
+    outcome = await batch_agent(tmp_path, "certify", "run", "-o", "certificate.json")
+    assert outcome.code == 6
+    assert "not yet kept" in outcome.stderr
+    assert not (tmp_path / "certificate.json").exists()
+
+
+def of_lines(name: str, change: Callable[[list[dict[str, Any]]], object]) -> Callable[[Path], None]:
+    def edit(place: Path) -> None:
+        path = place / "run" / name
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        change(lines)
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    return edit
+
+
+def of_certificate(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def edit(place: Path) -> None:
+        path = place / "certificate.json"
+        certificate = json.loads(path.read_text())
+        change(certificate)
+        path.write_text(json.dumps(certificate))
+
+    return edit
+
+
+def flip(line: dict[str, Any]) -> None:
+    mood = line["output"]["mood"]
+    line["output"]["mood"] = "calm" if mood == "angry" else "angry"
+
+
+def flip_everywhere(place: Path) -> None:
+    """Change an answer in the results and in the journal."""
+    path = place / "run" / "results.jsonl"
+    first = json.loads(path.read_text().splitlines()[0])
+    before, after = first["output"]["mood"], "calm" if first["output"]["mood"] == "angry" else "angry"
+    of_lines("results.jsonl", lambda lines: flip(lines[0]))(place)
+    with sqlite3.connect(place / "run" / "journal.db") as db:
+        for number, body in db.execute("SELECT id, body FROM record").fetchall():
+            if json.dumps(first["input"]["text"])[1:-1].encode() in body or body.count(before.encode()):
+                db.execute(
+                    "UPDATE record SET body = ? WHERE id = ?", (body.replace(before.encode(), after.encode()), number)
+                )
+                break
+
+
+def swap_audit(lines: list[dict[str, Any]]) -> None:
+    """Let the audit have a row that the key did not draw, in place of its first one."""
+    frozen = [line for line in lines if line["kind"] == "frozen"]
+    others = {line["row"] for line in frozen}
+    spare = next(row for row in range(150) if row not in others)
+    old = frozen[0]["row"]
+    for line in lines:
+        if line.get("row") == old:
+            line["row"], line["id"] = spare, f"r{spare}"
+
+
+CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "an edited answer": (of_lines("results.jsonl", lambda lines: flip(lines[3])), "the answer of row r"),
+    "a row left out": (of_lines("results.jsonl", lambda lines: lines.pop(5)), "1 rows were left out"),
+    "an edited row": (
+        of_lines("results.jsonl", lambda lines: lines[2]["input"].update(text="0: calm 0.9")),
+        "the rows are not those that the run began with",
+    ),
+    "a row twice": (of_lines("results.jsonl", lambda lines: lines.append(lines[0])), "1 rows were added"),
+    "an audited row that the key did not draw": (of_lines("review.jsonl", swap_audit), "the key did not draw"),
+    "an answer of a person": (
+        of_lines(
+            "review.jsonl", lambda lines: next(line for line in lines if line["kind"] == "answer").update(kind="none")
+        ),
+        "answers of people",
+    ),
+    "the bound of the certificate": (
+        of_certificate(lambda found: found["standing"].update(bound=0.001)),
+        "standing of the certificate is not what the record gives: bound is 0.001",
+    ),
+    "an audited row of the certificate": (
+        of_certificate(lambda found: found["audit"][4].update(wrong=not found["audit"][4]["wrong"])),
+        "differs in wrong",
+    ),
+    "an audited row left out of the certificate": (
+        of_certificate(lambda found: found["audit"].pop(0)),
+        "the certificate lists",
+    ),
+    "a threshold of the certificate": (
+        of_certificate(lambda found: found["method"]["thresholds"].pop()),
+        "method of the certificate",
+    ),
+    "another promise": (
+        of_certificate(lambda found: found["promise"].update(share="99/100")),
+        "the promise in the certificate is not that of the run",
+    ),
+    "no certificate": (of_certificate(lambda found: found.pop("format")), "this is no certificate"),
+    "an answer changed in the results and the journal": (flip_everywhere, "answer"),
+}
+
+
+@pytest.fixture(scope="module")
+def certified(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("certified")
+
+    async def make() -> None:
+        await kept(place)
+        outcome = await batch_agent(place, "certify", "run", "-o", "certificate.json")
+        assert outcome.code == 0, outcome.stderr
+
+    asyncio.run(make())
+    return place
+
+
+@pytest.mark.parametrize("name", CHANGES)
+async def test_a_change_after_the_certificate_is_found_and_named(name: str, certified: Path, tmp_path: Path) -> None:
+    place = tmp_path / "copy"
+    shutil.copytree(certified, place)
+    change, said = CHANGES[name]
+    change(place)
+    outcome = await batch_agent(place, "certify", "--check", "certificate.json", "run")
+    assert outcome.code == 1, outcome.stderr
+    assert said in outcome.stderr
+
+
+async def test_an_exported_table_is_compared_with_what_the_run_delivers(tmp_path: Path) -> None:
+    await kept(tmp_path)
+    await batch_agent(tmp_path, "export", "run", "--output", "table.csv")
+    await batch_agent(tmp_path, "certify", "run", "-o", "certificate.json")
+    same = await batch_agent(tmp_path, "certify", "--check", "certificate.json", "--table", "table.csv", "run")
+    assert same.code == 0, same.stderr
+    text = (tmp_path / "table.csv").read_text()
+    lines = text.splitlines(keepends=True)
+    lines[4] = lines[4].replace(",angry", ",XX").replace(",calm", ",angry").replace(",XX", ",calm")
+    (tmp_path / "table.csv").write_text("".join(lines))
+    other = await batch_agent(tmp_path, "certify", "--check", "certificate.json", "--table", "table.csv", "run")
+    assert other.code == 1
+    assert "of table.csv has another answer" in other.stderr
