@@ -109,7 +109,7 @@ test-cluster: $(CLUSTER)/.ready  ## real Redis, real Ray: a run whose processes 
 	BATCH_AGENT_TEST_CLUSTER=1 $(CLUSTER)/bin/python tests/noted.py test-cluster-shapes --versions ray,redis -- $(CLUSTER)/bin/python -m pytest -v tests/run/test_every_shape.py tests/cli/test_show_unfinished.py -k Ray
 
 soak: $(VENV)/.ready  ## simulated runs with random faults: SEEDS=N of them, over all cores or JOBS=; or SEED=n again; then fuzzing for FUZZ=seconds and the property tests with random examples
-	$(BIN)/python tests/noted.py soak -- $(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),1000)) $(if $(JOBS),--jobs $(JOBS))
+	$(if $(SEED),,$(BIN)/python tests/noted.py soak -- )$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),1000)) $(if $(JOBS),--jobs $(JOBS))
 	$(if $(SEED),,$(BIN)/python tests/noted.py soak-fuzz -- $(BIN)/python -m tests.fuzz --seconds $(or $(FUZZ),300))
 	$(if $(SEED),,$(BIN)/python -m pytest -n auto -m soak)
 	$(if $(SEED),,BATCH_AGENT_TEST_RANDOM=1 $(BIN)/python -m pytest -n auto $$(grep -rl "^from hypothesis" tests --include="test_*.py"))
@@ -125,7 +125,7 @@ test-extras: $(VENV)/.ready  ## tests of optional packages, which are skipped wi
 	$(BIN)/python tests/noted.py test-extras --versions ipykernel,datasets,pandas,polars -- $(BIN)/python -m pytest tests/observe/test_notebook.py tests/files/test_given_inputs.py tests/tools/test_tool_sql.py tests/observe/test_telemetry.py
 
 soak-serve: $(VENV)/.ready  ## simulated weeks of batch-agent serve with outages, kills, clock jumps, full disks: SEEDS=N of them, over all cores or JOBS=; or SEED=n again
-	$(BIN)/python tests/noted.py soak-serve -- $(BIN)/python -m tests.serve.soak $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),200)) $(if $(JOBS),--jobs $(JOBS))
+	$(if $(SEED),,$(BIN)/python tests/noted.py soak-serve -- )$(BIN)/python -m tests.serve.soak $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),200)) $(if $(JOBS),--jobs $(JOBS))
 
 lint: $(VENV)/.ready  ## style, words and types
 	$(BIN)/ruff check .
