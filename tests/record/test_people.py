@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ import pytest
 from tests.record.redis_servers import needs_redis, redis_server
 from tests.record.reviewed import CANARY, LABELS, reviewed_run, tickets, truth
 
-from batch_agent import BatchAgent
+from batch_agent import BatchAgent, Pipeline
 from batch_agent.errors import SpecError
 from batch_agent.files.results import to_json
 from batch_agent.record.people import PEOPLE, PeopleReview, Refusal, Shown, review_gold
@@ -251,3 +252,49 @@ async def test_in_a_running_run_rows_wait_for_people_as_soon_as_they_have_failed
         assert review.waiting == 2
         assert len((run / REVIEW).read_text().splitlines()) == 2
         assert json.loads((run / REVIEW).read_text().splitlines()[1])["who"] == "ada"
+
+
+@pytest.mark.parametrize("kind", ["directory", pytest.param("redis", marks=needs_redis)])
+async def test_the_answers_of_a_pipelines_last_stage_are_reviewed(tmp_path: Path, kind: str) -> None:
+    def says(request: Any) -> Say:
+        return Say('{"label": "a"}') if "Label" in str(request.body) else Say("a summary")
+
+    stack = redis_server(tmp_path / "redis") if kind == "redis" else nullcontext()
+    with stack as server:
+        place = tmp_path / "run" if server is None else f"{server.url}/run"
+        async with ScriptedServer(says) as model:
+            inputs = [{"id": f"T-{row}", "text": f"ticket {row}"} for row in range(6)]
+            first = Pipeline(inputs).map(name="sum", task="Sum up {text}")
+            pipeline = first.map(name="label", task="Label {input}", output_schema={"label": "a|b"})
+            await pipeline.run(backend=model.backend_url, model="small", run_dir=place)
+        with opened(place, overlap=0.0) as review:
+            review.audit(3, "ada")
+            while (shown := review.next("ada")) is not None:
+                review.judge("ada", shown.row.row, AUDIT, "answer", {"label": "b"})
+            delivered = [review.delivered(each) for each in review.run.rows]
+        assert sum(each["output"] == {"label": "b"} for each in delivered) == 3
+        assert all(each["model"] == {"label": "a"} for each in delivered)
+        if kind == "directory":
+            assert (tmp_path / "run" / "label" / REVIEW).exists()
+            assert not (tmp_path / "run" / REVIEW).exists()
+
+
+async def test_a_promise_about_one_field_asks_for_that_field_alone(tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"label": {"enum": LABELS}, "urgent": {"type": "boolean"}}}
+    async with ScriptedServer(
+        lambda _: Say(
+            '{"label": "billing", "urgent": true}',
+        )
+    ) as server:
+        options: dict[str, Any] = {"backend": server.backend_url, "model": "small", "samples": 3, "temperature": 1.0}
+        rows = [{"id": f"T-{row}", "text": f"ticket {row}"} for row in range(40)]
+        await BatchAgent.run(task="{text}", inputs=rows, output_schema={**schema, "required": ["label", "urgent"]},
+                             promise="label.accuracy >= 0.8", run_dir=tmp_path / "run", **options)  # fmt: skip
+    with opened(tmp_path / "run", overlap=0.0) as review:
+        with pytest.raises(SpecError, match="the promise of this run says which rows are audited"):
+            review.audit(3, "ada")
+        shown = review.next("ada")
+        assert shown is not None
+        assert shown.row.queue == AUDIT
+        assert "billing" not in everything(shown)
+        review.judge("ada", shown.row.row, AUDIT, "answer", {"label": "billing"})

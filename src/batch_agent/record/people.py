@@ -173,7 +173,7 @@ class PeopleReview:
         self._options: JsonObject = options if isinstance(options, dict) else {}
         self._known = facts.get(SCHEMA), facts.get(REVIEWED)
         self.schema, self._typed = schema_of(facts)
-        self.form = form_of(self.schema, typed=self._typed)
+        self.form = form_of(self.schema, typed=self._typed, promise=facts.get("promise"))
         self.overlap = _number(overlap, self._options.get("overlap"), OVERLAP)
         self.lease = _number(lease, self._options.get("lease"), LEASE)
         self.review = Review(self.form.same, overlap=self.overlap, fits=self._is_answer)
@@ -186,6 +186,8 @@ class PeopleReview:
         self._rows = _Rows(self.run, lambda record: for_people(record, cascade=self.expected))
         self._closing.callback(self._rows.close)
         self._audit: tuple[object, list[ReviewRow]] = None, []
+        self._repair: tuple[object, list[ReviewRow]] = None, []
+        self._void: tuple[object, int] = None, 0
         self.promise = RunPromise.of(self.run, self.review, self.log, overlap=self.overlap)
         if self.promise is not None:
             self._closing.callback(self.promise.close)
@@ -231,13 +233,20 @@ class PeopleReview:
         audit = self._audited()
         if only == AUDIT:
             return audit
+        repair = self._to_repair(audit)
+        return repair if only == REPAIR else [*audit, *repair]
+
+    def _to_repair(self, audit: list[ReviewRow]) -> list[ReviewRow]:
+        known = self._rows.version, self.log.count, audit
+        if self.promise is None and self._repair[0] == known:
+            return self._repair[1]
         waits = {row.row for row in audit if not self._goes_to_repair(row)}
         ranks = self._rows.repair
         if self.promise is not None:
             ranks = {row.row: (-doubt, row) for doubt, row in self.promise.repair()} | ranks
         ranked = sorted((rank, row.row, row) for rank, row in ranks.values() if row.row not in waits)
-        repair = [row for _, _, row in ranked]
-        return repair if only == REPAIR else [*audit, *repair]
+        self._repair = known, [row for _, _, row in ranked]
+        return self._repair[1]
 
     def _audited(self) -> list[ReviewRow]:
         """Return the rows of the audit, in its order. While the run works, only those that will certainly be near its
@@ -281,6 +290,8 @@ class PeopleReview:
 
     def audit(self, rows: int, who: str) -> None:
         """Let people audit the first ``rows`` rows of the order, unless these are audited already."""
+        if self.promise is not None:
+            raise SpecError("the promise of this run says which rows are audited: leave out --audit")
         self.catch_up()
 
         def decide(now: float) -> tuple[list[Event], None]:
@@ -495,10 +506,15 @@ class PeopleReview:
     @property
     def voided(self) -> int:
         """The number of judgements that do not count, because their row was edited since."""
+        known = self._rows.version, self.log.count
+        if self._void[0] == known:
+            return self._void[1]
         judged = [*self.review.judged_rows()]
         records = self._rows.records([row for row, _ in judged])
         digests = ["" if record is None else input_digest(record.get("input")) for record in records]
-        return sum(self.review.void(row, queue, digest) for (row, queue), digest in zip(judged, digests, strict=True))
+        pairs = zip(judged, digests, strict=True)
+        self._void = known, sum(self.review.void(row, queue, digest) for (row, queue), digest in pairs)
+        return self._void[1]
 
     @property
     def outdated(self) -> bool:
@@ -517,11 +533,14 @@ class PeopleReview:
         return self.whole.view().state in ("interrupted", "out of budget", "unreachable")
 
 
-def form_of(schema: OutputSchema[object] | None, *, typed: bool) -> ReviewForm:
-    """Return the form of answers with this schema. ``typed``: it is known, None meaning text."""
+def form_of(schema: OutputSchema[object] | None, *, typed: bool, promise: object = None) -> ReviewForm:
+    """Return the form of answers with this schema. ``typed``: it is known, None meaning text. A ``promise`` about one
+    field asks for that field alone."""
     names = fields_in(None if schema is None else schema.written_schema)
     gold = checked_gold({name: name for name in names or [OUTPUT]}, schema, known=typed)
-    return ReviewForm([*gold.fields.values()], whole=not names)
+    promised = promise.get("field") if isinstance(promise, dict) else None
+    wanted = frozenset(name for name in names if name == promised)
+    return ReviewForm([*gold.fields.values()], whole=not names, wanted=wanted)
 
 
 def model_answer(record: Record) -> JsonObject:

@@ -90,7 +90,7 @@ class ReviewApi:
         who = request.query.get("who", "")
 
         def tell(review: PeopleReview) -> JsonObject:
-            review.catch_up()
+            review.prepare()
             return {"run": review.whole.title, "form": review.form.to_json(), **_numbers(review, who)}
 
         return _json(await self._of(request).do(tell))
