@@ -113,6 +113,8 @@ async def test_status_says_what_people_have_judged_and_what_waits(place: str, tm
         shown = review.next("ada")
         assert shown is not None
         review.judge("ada", shown.row.row, "audit", "none")
+    row = await batch_agent(tmp_path, "show", place, "--row", shown.row.id)
+    assert row.stdout.endswith("ada, blind\n    no right answer\n")
     status = await batch_agent(tmp_path, "status", place)
     assert "people   1 row judged by ada; 4 wait (3 audit, 1 repair)" in status.stdout
     people = json.loads((await batch_agent(tmp_path, "status", place, "--json")).stdout)["people"]

@@ -108,6 +108,27 @@ def log_at(place: RunPlace) -> ReviewLog:
     return RedisLog(place)
 
 
+class JudgedRows:
+    """What people have judged in a run, for those who may see all of it."""
+
+    def __init__(self, run: RunReader) -> None:
+        self._log, self._review = log_of(run), Review(lambda one, other: one == other, overlap=0.0)
+
+    def of(self, row: int) -> list[Event]:
+        """Return the judgements of a row that stand now."""
+        self._log.catch_up(self._review)
+        return self._review.judgements_of(row)
+
+    def to_json(self, row: int) -> list[JsonValue]:
+        return [
+            {"who": each.who, "at": each.at, "queue": each.queue, "kind": each.kind, "output": each.output}
+            for each in self.of(row)
+        ]
+
+    def close(self) -> None:
+        self._log.close()
+
+
 def copy_log(source: RunReader, target: RunPlace) -> None:
     """Copy the log of a run, or of the stage that the reader reads, into that of a copy of it."""
     with closing(log_of(source)) as old:

@@ -227,6 +227,11 @@ class Review:
         """Yield the rows that a person has judged or skipped, with their queues."""
         return (key for key, judged in self._rows.items() if judged.standing or judged.skips)
 
+    def judgements_of(self, row: int) -> list[Event]:
+        """Return the judgements of a row that stand, in both queues."""
+        every = (self._rows.get((row, queue)) for queue in QUEUES)
+        return [event for judged in every if judged is not None for event in judged.standing]
+
     def overlaps(self, name: str) -> bool:
         """Return whether two people judge the row with this id. A hash draws it, so it cannot be chosen."""
         return int.from_bytes(self._order.rank(name)[:8]) < self._overlap * 2**64

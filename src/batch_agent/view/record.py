@@ -26,6 +26,7 @@ from batch_agent.files.tables import Record
 from batch_agent.messages import JsonObject
 from batch_agent.observe.numbers import ShownNumbers, of_record
 from batch_agent.record.reader import RunReader, RunSnapshot, parsed
+from batch_agent.record.review import JudgedRows
 from batch_agent.record.rundir import stage_names
 from batch_agent.record.timeline import Line
 from batch_agent.trust.score import FAILED, OTHER
@@ -521,6 +522,10 @@ class RunRecord:
         return RunMarks(self.run)
 
     @cached_property
+    def people(self) -> JudgedRows:
+        return JudgedRows(self.run)
+
+    @cached_property
     def index(self) -> RowIndex:
         return RowIndex(self.run, self.marks)
 
@@ -561,6 +566,8 @@ class RunRecord:
             stage.close()
         if "index" in vars(self):
             self.index.close()
+        if "people" in vars(self):
+            self.people.close()
         self.run.close()
 
     # Pages
@@ -613,6 +620,7 @@ class RunRecord:
         return {
             "record": cast(JsonValue, record),
             **self.marks.shown(record),
+            "people": self.people.to_json(cast(int, record["index"])),
             "recorded": past is not None,
             "conversation": [*conversation(record, past, self.asked(), spans)],
             "failed_attempts": [*failed_attempts(spans)],

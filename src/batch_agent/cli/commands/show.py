@@ -33,7 +33,9 @@ from batch_agent.files.tables import Record
 from batch_agent.messages import ToolCall, content_shown
 from batch_agent.observe.text import counted, dollars, duration, harmless, harmless_lines, rows, terminal_width
 from batch_agent.record.reader import RunReader, open_run
+from batch_agent.record.review import JudgedRows
 from batch_agent.record.steps import Asked, CallBegun, CallEnded, Past, PastTurn, Spent
+from batch_agent.trust.review import AUDIT, Event
 
 FIRST = 1  # rows that are shown by default
 
@@ -65,7 +67,16 @@ class ShownPart:
         """Return a row that has a result."""
         past = self.run.past(place, record)
         prompts = _prompts(self._prepared, record.get("input"))
-        return ShownRow(self.name, record, past, prompts, repairs=self._repairs(record, past))
+        people = self._judged.of(cast(int, record["index"]))
+        return ShownRow(self.name, record, past, prompts, repairs=self._repairs(record, past), people=people)
+
+    @cached_property
+    def _judged(self) -> JudgedRows:
+        return JudgedRows(self.run)
+
+    def close(self) -> None:
+        if "_judged" in vars(self):
+            self._judged.close()
 
     def _repairs(self, record: Record, past: Past | None) -> Mapping[int, str]:
         """Return the repair messages, by the turn before them. Without the spec, the timeline has their beginnings."""
@@ -108,6 +119,8 @@ def show_command(options: argparse.Namespace) -> int:
             ShownPart(name, stages.enter_context(run.stage(name)) if name else run, prepared.get(name))
             for name in view.parts
         ]
+        for part in parts:
+            stages.callback(part.close)
         shown, page = 0, Page(options.full, terminal_width(sys.stdout))
         for row in _chosen(parts, options):
             put(("\n" if shown else "") + row_text(row, page))
@@ -228,6 +241,7 @@ class ShownRow:
     prompts: tuple[str, str] | None = None  # system and user, if known
     value: object = None  # the input of a row without a result
     repairs: Mapping[int, str] = field(default_factory=dict)  # messages after a turn whose answer did not validate
+    people: Sequence[Event] = ()  # their judgements
 
 
 def row_text(row: ShownRow, page: Page) -> str:
@@ -248,6 +262,9 @@ def row_text(row: ShownRow, page: Page) -> str:
         parts += _conversation(past, row.repairs, page)
         parts += _worked(past, page)
     parts += _end(record, past, page)
+    for each in row.people:
+        said = "no right answer" if each.kind == "none" else to_json(each.output).decode()
+        parts.append(page.said(f"{each.who}, {'blind' if each.queue == AUDIT else 'repair'}", said))
     return "\n".join(parts)
 
 

@@ -1,5 +1,5 @@
 // One row and its conversation, live while its agent runs.
-import { h, fill, panel, text, number, seconds, dollars, short, share, clock, value, link, address, table, doubted } from "./dom.js";
+import { h, fill, panel, text, number, seconds, dollars, short, share, clock, value, link, address, table, doubted, when } from "./dom.js";
 import { get, listen, steer, isReport } from "./source.js";
 import { bar } from "./charts.js";
 import { golds } from "./score.js";
@@ -14,7 +14,7 @@ export async function row({ key, detail, page, go, onNews }) {
     const record = data.record;
     fill(page, heading(record, data, key), h("div", { class: "columns row" },
       h("div", { class: "talk" }, data.conversation.map(message), ending(record)),
-      h("aside", null, facts(record, data), attempts(data.failed_attempts), given(record), output(record), golds(data), trust(record), again(record, data.command), rawJson(record, raw))));
+      h("aside", null, facts(record, data), attempts(data.failed_attempts), given(record), output(record), golds(data), people(data.people), trust(record), again(record, data.command), rawJson(record, raw))));
     keys.j = () => data.after !== null && go("row", String(data.after));
     keys.k = () => data.before !== null && go("row", String(data.before));
   };
@@ -152,6 +152,13 @@ function output(record) {
 }
 
 // Votes and doubts by field, and the outputs of the samples.
+function people(judged) {
+  if (!judged || !judged.length) return null;
+  return panel("People", null, judged.map((each) => h("article", null,
+    h("p", null, h("b", null, text(each.who, 80)), h("span", { class: "quiet" }, ` ${each.queue === "audit" ? "blind" : "repair"}, ${when(each.at)}`)),
+    each.kind === "none" ? h("p", null, "no right answer") : value(each.output))));
+}
+
 function trust(record) {
   const votes = record.votes || {}, doubts = record.doubts || {}, samples = record.samples || [];
   const names = [...new Set([...Object.keys(votes), ...Object.keys(doubts)])];
