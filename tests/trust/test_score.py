@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 from pydantic import JsonValue
@@ -230,3 +232,21 @@ def test_what_is_required_is_tested_at_the_bound() -> None:
 def test_a_requirement_that_cannot_be_decided_is_refused_with_the_list(text: str, why: str) -> None:
     with pytest.raises(SpecError, match=why):
         check_requirements(read_requirements(text), gold_of({"mood": "m"}, SCHEMA).fields)
+
+
+def test_the_form_of_the_json_is_the_one_on_the_page() -> None:
+    made, cells = scorer(), [("angry", "angry", 20), ("angry", "calm", 2), ("calm", "angry", 1), ("calm", "calm", 26)]
+    rows = [(gold, answer, True) for gold, answer, count in cells for _ in range(count)] + [("calm", None, False)]
+    for number, (gold, answer, ok) in enumerate(rows):
+        made.add(str(number), {"mood": gold}, {"mood": answer}, ok=ok)
+    page = (Path(__file__).parents[2] / "docs" / "trust.md").read_text()
+    shown = page.partition("### The form of the JSON")[2].partition("```text")[2].partition("```")[0]
+    assert json.loads(shown) == rounded(made.score("random", 2000).to_json())
+
+
+def rounded(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: rounded(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [rounded(each) for each in value]
+    return round(value, 3) if isinstance(value, float) else value
