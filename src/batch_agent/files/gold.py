@@ -243,7 +243,7 @@ def take_gold(
         if column in taken:
             raise SpecError(f"{name}: {column!r} is a column of gold, which is taken out of the rows: name another one")
     rows = joiner.taken_from(inputs)
-    facts = score_facts(options, gold, taken) | {"digest": joiner.table.digest()}
+    facts = score_facts(options, gold, taken)
     return TakenGold(gold, joiner.table, how, rows, taken, facts, joiner.whole)
 
 

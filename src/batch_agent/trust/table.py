@@ -23,7 +23,8 @@ from batch_agent.trust.order import PILOT_KEY, SEALED_KEY, KeyedOrder
 from batch_agent.trust.require import Requirement, check_requirements, with_required
 from batch_agent.trust.score import DIGESTS, LONGEST_CLASS, Basis, Score, Scorer, gold_text
 
-LEFT_OUT = 2  # mark of a row with a result that is no part of the score; 1: it is one
+SCORED, LEFT_OUT, WAITING = 1, 2, 3  # marks of rows with a result: scored, no part of the score, not in the digests yet
+NAMED_TOGETHER, LARGEST_BYTE = 64, 255
 
 MOST_KINDS = 10_000  # rows with different gold or answers that are counted together with equal ones
 PLAIN = (bool, int, type(None))
@@ -55,17 +56,22 @@ class GoldRow:
 
 class GoldTable:
     """Rows with gold. ``by_name``: results are joined by their ids, else by their positions in the inputs. A row takes
-    some 20 bytes beside its id: equal gold is kept once."""
+    two bytes beside its id if all rows have gold: equal gold is kept once, and the place of a row is its position."""
 
     def __init__(self, *, by_name: bool = False) -> None:
         self.by_name = by_name
-        self._names, self._ends = bytearray(), array("q")  # the id of a row whose id is its position is not kept
-        self._indexes, self._codes = array("i"), array("i")
+        self._names, self._sizes = bytearray(), bytearray()  # the ids, and the bytes of each
+        self._starts = array("q")  # where the id of each 64th row begins
+        self._long: dict[int, bytes] = {}  # ids that are kept apart, by place
+        self._codes: bytearray | array[int] = bytearray()
         self._values: list[Mapping[str, JsonValue]] = []  # what is in it does not change
         self._same: dict[int, int] = {}  # code of each of these objects
         self._texts: list[str] = []  # the same as JSON
         self._known: dict[str, int] = {}
-        self._of_index = array("i")  # place of a row + 1, by index; 0: it has no gold
+        # The index of each row, -1 if it is not known; None while it is the place of the row. Then ``_of_index`` has the
+        # place + 1 of a row by its index, 0 if it has no gold.
+        self._indexes: array[int] | None = None
+        self._of_index = array("i")
         self._of_name: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -76,21 +82,26 @@ class GoldTable:
         code = self._same.get(id(values))
         if code is None:
             code = self._code(values)
-        if index is None or name != str(index):
-            self._names += name.encode("utf-8", "surrogatepass")
-        self._ends.append(len(self._names))
+        if code > LARGEST_BYTE and isinstance(self._codes, bytearray):
+            self._codes = array("i", iter(self._codes))  # bytes would be taken as four to a number
+        if not place % NAMED_TOGETHER:
+            self._starts.append(len(self._names))
+        own = b"" if name == str(index) else name.encode("utf-8", "surrogatepass")
+        if len(own) > LARGEST_BYTE or (not own and name != str(index)):
+            self._long[place], own = own, b""
+        self._names += own
+        self._sizes.append(len(own))
         self._codes.append(code)
-        self._indexes.append(-1 if index is None else index)
+        if self._indexes is None and index != place:
+            self._indexes = array("i", range(place))
+            self._of_index = array("i") if self.by_name else array("i", range(1, place + 1))
         if self.by_name:
             self._of_name[name] = place
-        elif index is not None:
-            after = index - len(self._of_index)
-            if after == 0:  # the usual case
-                self._of_index.append(place + 1)
-                return
-            if after > 0:
-                self._of_index.extend(repeat(0, after + 1))
-            self._of_index[index] = place + 1
+        if self._indexes is not None:
+            self._indexes.append(-1 if index is None else index)
+            if index is not None and not self.by_name:
+                self._of_index.extend(repeat(0, index + 1 - len(self._of_index)))
+                self._of_index[index] = place + 1
 
     def _code(self, values: Mapping[str, JsonValue]) -> int:
         """Return the number of some gold."""
@@ -113,18 +124,26 @@ class GoldTable:
         """Return the place of a row in this table, or None."""
         if self.by_name:
             return self._of_name.get(name)
+        if self._indexes is None:
+            return index if 0 <= index < len(self._codes) else None
         found = self._of_index[index] if 0 <= index < len(self._of_index) else 0
         return found - 1 if found else None
 
     def row(self, place: int) -> GoldRow:
-        index = self._indexes[place]
-        return GoldRow(self._name(place), None if index < 0 else index, self._values[self._codes[place]])
+        return GoldRow(self._name(place), self._index(place), self._values[self._codes[place]])
+
+    def _index(self, place: int) -> int | None:
+        if self._indexes is None:
+            return place
+        return None if (index := self._indexes[place]) < 0 else index
 
     def _name(self, place: int) -> str:
-        begin, end = self._ends[place - 1] if place else 0, self._ends[place]
-        if begin == end and self._indexes[place] >= 0:
-            return str(self._indexes[place])
-        return self._names[begin:end].decode("utf-8", "surrogatepass")
+        if size := self._sizes[place]:
+            block = place // NAMED_TOGETHER
+            begin = self._starts[block] + sum(self._sizes[block * NAMED_TOGETHER : place])
+            return self._names[begin : begin + size].decode("utf-8", "surrogatepass")
+        apart = self._long.get(place)
+        return str(self._index(place)) if apart is None else apart.decode("utf-8", "surrogatepass")
 
     def __iter__(self) -> Iterator[GoldRow]:
         return map(self.row, range(len(self)))
@@ -146,19 +165,10 @@ class GoldTable:
         for each, number in sums.items():
             digests[each] = (digests[each] + number) % DIGESTS
 
-    def digest(self) -> str:
-        """Return a digest of the gold so far."""
-        made = blake2b(self._names, digest_size=16)
-        for part in (self._ends, self._indexes, self._codes):
-            made.update(part)
-        made.update(json.dumps(self._texts).encode())
-        return made.hexdigest()
-
     def lines(self) -> Iterator[bytes]:
         """Yield the rows as lines of JSON, for the record of a run."""
         for place, code in enumerate(self._codes):
-            index = self._indexes[place]
-            shown = "null" if index < 0 else str(index)
+            shown = json.dumps(self._index(place))
             line = f'{{"index": {shown}, "id": {json.dumps(self._name(place))}, "gold": {self._texts[code]}}}\n'
             yield line.encode()
 
@@ -233,7 +243,6 @@ class Scoring:
         quick = plain and left_out is None
         self._takes = [each.take for each in self._gold.fields.values()] if quick else None
         self._equal: dict[tuple[object, ...], int] = {}
-        self._waiting = array("i")  # places of rows that are counted together, and are not in ``_digests`` yet
         self._digests: dict[str, int] = dict.fromkeys(self._gold.fields, 0)
 
     def _new(self, gold: Gold) -> Scorer:
@@ -259,12 +268,12 @@ class Scoring:
             self._seen.extend(bytes(len(self._table) - len(self._seen)))
         if self._seen[place]:
             return
-        self._seen[place] = 1
+        self._seen[place] = SCORED
         if self._takes is not None:
             key = _key(self._table.code(place), self._takes, output, ok=ok)
             if key is not None and (key in self._equal or len(self._equal) < MOST_KINDS):
                 self._equal[key] = self._equal.get(key, 0) + 1
-                self._waiting.append(place)
+                self._seen[place] = WAITING
                 return
         fields = read()
         if self._left_out is not None and self._left_out(fields):
@@ -358,10 +367,17 @@ class Scoring:
         needed = check_requirements(self._options.require, scorer.gold.fields)
         return with_required(score, needed) if needed else score
 
+    def _waiting(self) -> Iterator[int]:
+        """Yield the places of the rows that are not in the digests yet, which they are from now on."""
+        place = self._seen.find(WAITING)
+        while place >= 0:
+            self._seen[place] = SCORED
+            yield place
+            place = self._seen.find(WAITING, place)
+
     def _with_equal(self, scorer: Scorer) -> Scorer:
         """Return the scorer with the rows that are counted together."""
-        self._table.add_digests(self._waiting, self._digests)
-        del self._waiting[:]
+        self._table.add_digests(self._waiting(), self._digests)
         scorer = scorer.copy()
         names = [*self._gold.fields]
         for key, times in self._equal.items():
