@@ -68,7 +68,7 @@ class GoldTable:
         self._same: dict[int, int] = {}  # code of each of these objects
         self._texts: list[str] = []  # the same as JSON
         self._known: dict[str, int] = {}
-        # The index of each row, -1 if it is not known; None while it is the place of the row. Then ``_of_index`` has the
+        # The index of each row, -1 if it is not known; None while that is its place. Then ``_of_index`` has the
         # place + 1 of a row by its index, 0 if it has no gold.
         self._indexes: array[int] | None = None
         self._of_index = array("i")
