@@ -39,6 +39,7 @@ NAVIGATION: dict[str, tuple[str, ...]] = {
         "README",
         "docs/jobs/label_csv",
         "docs/jobs/trusted_labels",
+        "docs/jobs/promise",
         "docs/jobs/review_files",
         "docs/jobs/grade_answers",
         "docs/jobs/extract_documents",

@@ -106,11 +106,12 @@ def run_command(options: argparse.Namespace) -> int:
     stdout = sys.stdout
     # Standard output is for results only: output of the user's modules and tools goes to standard error.
     with redirect_stdout(sys.stderr), ExitStack() as files:
+        if options.command == "plan" and options.promise is not None and _names_a_run(options.spec_path):
+            return _show_price(options, stdout)
         take_settings(options)
         resolve_paths(options)
         if options.dry_run:
-            priced = options.command == "plan" and options.promise is not None and _names_a_run(options.spec_path)
-            return _show_price(options, stdout) if priced else _show_plan(options, stdout)
+            return _show_plan(options, stdout)
         wants_comparison(options)
         view = choose_view(options, sys.stderr, stdout)
         log = RequestLog(verbose=options.verbose, log_file=options.log_file, files=files)
