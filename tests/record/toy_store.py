@@ -81,7 +81,7 @@ class Kept:
 
 
 class ToyStore:
-    instant, group = False, 16
+    instant, group, unstarted = False, 16, 0
 
     def __init__(
         self,

@@ -56,7 +56,6 @@ from batch_agent.outputs.extract import documents_in, strip_reasoning
 from batch_agent.outputs.repair import repair_prompt
 from batch_agent.outputs.validate import parse_output
 from batch_agent.record.journal import WHOLE, ShapeDigests, difference, next_asked, request_digest
-from batch_agent.record.keys import asked_of
 from batch_agent.record.replay import NO_MESSAGES, chain
 from batch_agent.record.steps import Spent
 from batch_agent.scheduler.ordering import Streaming, pin_seconds
@@ -344,7 +343,7 @@ class Dialogue:
         # The digest of the conversation before each message; for the tool loop, that of its latest request alone. And
         # the number of messages that they cover. The row's key covers the first messages of the tool loop, and its
         # id, which may change, is no part of that.
-        self._digests = [asked_of(work.trail.key) if self._follows else NO_MESSAGES]
+        self._digests = [work.trail.asked if self._follows else NO_MESSAGES]
         self._digested = len(said.messages) if self._follows else 0
         self._measured: int | None = None  # the server's count for ``_measured_at`` messages of ``asked``
         self._measured_at = 0

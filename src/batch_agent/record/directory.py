@@ -40,10 +40,10 @@ from batch_agent.share.table import BUDGET_COST, BUDGET_TOKENS, DOLLAR, Table
 
 logger = logging.getLogger("batch_agent")
 
-# Calls that read or write files.
+# Calls that read or write files, or wait.
 BLOCKING = frozenset(
     {"facts", "open_feed", "feed", "write_facts", "close_feed", "spent", "claim", "job_lines", "add_job_lines"}
-    | {"close", "beat", "resign", "steer"}
+    | {"close", "beat", "resign", "steer", "wait_calls"}
 )
 OpenJournal = Callable[..., SqliteJournal]
 KEEPS = (
@@ -79,8 +79,7 @@ class DirectoryStore(MemoryStore):
         self._agents: dict[str, dict[int, int]] = {}  # by place: numbers of the agents of other processes
 
     def blocks(self, call: str) -> bool:
-        reads = call in BLOCKING and (call != "feed" or self._has_past)
-        return reads or super().blocks(call)
+        return call in BLOCKING and (call != "feed" or self._has_past)
 
     def open(self, resuming: Resuming) -> None:
         with self._disk:

@@ -30,7 +30,7 @@ from batch_agent.files.results import to_json
 from batch_agent.job import AgentResult
 from batch_agent.messages import Message, content_shown
 from batch_agent.record.codec import encode
-from batch_agent.record.keys import shape_fields
+from batch_agent.record.keys import KEY_BYTES, shape_fields
 from batch_agent.record.steps import Failed, Past, Restarted, Spent, Step
 from batch_agent.record.store import Account, Identity, Increment, KeptStep, Outlay, RowChange, RowLease, Store
 from batch_agent.value_type import value_type
@@ -232,9 +232,9 @@ class Trail:
         return Trail(self._journal, self._identity)
 
     @property
-    def key(self) -> bytes:
-        """The digest of the whole question of its row."""
-        return self._identity.key
+    def asked(self) -> bytes:
+        """The digest of the whole question of its row, without the row's id."""
+        return self._identity.key[:KEY_BYTES]
 
     @property
     def stays_failed(self) -> bool:
@@ -270,12 +270,12 @@ AT_ONCE = 64  # agents that are resumed in the same turn of the event loop after
 
 class Journal:
     """Writes the steps and results of one worker. ``account`` reports what the session spends; ``more`` returns what
-    this worker has done since the last call, if the store is outside its process. ``encoded`` returns a result as the
-    store takes it. ``on_committed`` is called with the places of rows that other workers have now, and with the leases
-    of rows whose results are recorded. ``on_backlog`` is called with True when too many records wait for the store to
-    start new agents, and with False when that ends. ``on_overdue`` is called with True when a commit takes too long,
-    and with False when it is done. ``on_failed`` is called with the error of a commit: nothing can be recorded any
-    more. ``in_memory``: the store writes no files."""
+    this worker has done since the last call, if the store is outside its process. ``encoded`` returns a result as JSON,
+    if the store takes no objects. ``on_committed`` is called with the places of rows that other workers have now, and
+    with the leases of rows whose results are recorded. ``on_backlog`` is called with True when too many records wait
+    for the store to start new agents, and with False when that ends. ``on_overdue`` is called with True when a commit
+    takes too long, and with False when it is done. ``on_failed`` is called with the error of a commit: nothing can be
+    recorded any more. ``in_memory``: the store writes no files."""
 
     def __init__(
         self,
@@ -285,7 +285,7 @@ class Journal:
         in_memory: bool = False,
         account: Account | None = None,
         more: Callable[[], Increment] | None = None,
-        encoded: Callable[[AgentResult[object]], object] = lambda result: result,
+        encoded: Callable[[AgentResult[object]], bytes] | None = None,
         on_committed: Callable[[set[str], Sequence[RowLease]], None] = lambda lost, ended: None,
         on_backlog: Callable[[bool], None] = lambda _: None,
         on_overdue: Callable[[bool], None] = lambda _: None,
@@ -446,7 +446,8 @@ class Journal:
         for lease, result in results:
             error = "" if result.error is None else result.error.type
             _, own = steps.pop((lease.place, lease.token), (lease, []))
-            changes.append(RowChange(lease, tuple(own), self._encoded(result), error, result.resumed))
+            taken = result if self._encoded is None else self._encoded(result)
+            changes.append(RowChange(lease, tuple(own), taken, error, result.resumed))
         changes += [RowChange(lease, tuple(own)) for lease, own in steps.values()]
         return self._store.blocking.commit(self._worker, number, changes, outlay)
 

@@ -25,7 +25,6 @@ from batch_agent.errors import SpecError, StoreError
 from batch_agent.messages import JsonObject
 from batch_agent.record.store import (
     FOLLOWED_SECONDS,
-    GROUP,
     LARGEST_SHARED,
     LEASE,
     NUMBERS,
@@ -84,7 +83,7 @@ class _Shared:
 class MemoryStore:
     """``clock`` returns monotonic seconds, ``wall`` the time of day, by which a next process continues."""
 
-    instant, group = True, GROUP
+    instant, group = True, 1
     writes = False  # commits write files, which may take long
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time) -> None:

@@ -290,7 +290,7 @@ class ServedStore:
     ``exchange`` sends a call and returns its answer. ``watch`` calls back when that process has ended, from another
     thread."""
 
-    instant, group = False, 4 * GROUP
+    instant, group, unstarted = False, 4 * GROUP, 0
 
     def __init__(
         self,

@@ -554,8 +554,9 @@ def _counts(progress: RunProgress) -> tuple[int | float | str | None, ...]:
     tokens, ahead_cost = progress.advance or (None, None)
     ahead = None if tokens is None else min(tokens, LARGEST)
     learnt = None if progress.learnt is None else json.dumps(progress.learnt)
-    costs = [None if cost is None else float(cost) for cost in (progress.cost, ahead_cost)]
-    spent = min(progress.tokens, LARGEST), costs[0], ahead, costs[1]
+    ahead_cost = None if ahead_cost is None else float(ahead_cost)
+    cost = None if progress.cost is None else float(progress.cost)
+    spent = min(progress.tokens, LARGEST), cost, ahead, ahead_cost
     return progress.ok, progress.failed, progress.resumed, *spent, learnt
 
 

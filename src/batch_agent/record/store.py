@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, ParamSpec, Protocol, TypeVar, cast
 
+from batch_agent.blocking import on_this_loop
 from batch_agent.errors import BatchAgentError, StoreError
 from batch_agent.messages import JsonObject
 from batch_agent.share.table import Allotment, Claim, Learnt, Steering, Table
@@ -164,8 +165,9 @@ class LeasedRow:
     """A row leased to a worker. ``key`` and ``content`` are those of ``NewRow``, if the worker need not compute them.
     ``job`` is that of ``NewRow`` for a worker in the feeder's process; in another one, it is ``prompt``, ``own_id``,
     ``shortened`` and ``affinity`` of the job, or None if the worker compiles the row. ``steps`` is what earlier holders
-    recorded. ``more``: ``claim`` may find steps of further agents of the row. ``retry``: the types of recorded failures
-    that are tried again. ``checks``: a recorded answer is used only for the same request."""
+    recorded; ``claimed`` are the agents among them that this worker continues. ``more``: ``claim`` may find steps of
+    further agents of the row. ``retry``: the types of recorded failures that are tried again. ``checks``: a recorded
+    answer is used only for the same request."""
 
     lease: RowLease
     value: object
@@ -176,6 +178,7 @@ class LeasedRow:
     more: bool = False
     retry: bool | tuple[str, ...] = True
     checks: bool = True
+    claimed: set[int] = field(default_factory=set)
 
 
 @value_type
@@ -303,10 +306,14 @@ class WorkStore(Protocol):
     """The record of one run, as its workers use it.
 
     ``instant``: the store is in this process, with its queue in memory. ``group``: rows that a worker takes per call.
+    ``unstarted``: rows in that queue that were not taken, or whose lease has ended; 0 if the queue is elsewhere.
     """
 
     instant: bool
     group: int
+
+    @property
+    def unstarted(self) -> int: ...
 
     def blocks(self, call: str) -> bool:
         """Return whether this call may block now: it reads or writes files, or another process answers it."""
@@ -538,7 +545,8 @@ class Store:
         return Store(self.blocking.stage(name))
 
     def listen(self, changed: Callable[[], None], *, results: bool = False) -> None:
-        self.blocking.listen(changed, results=results)
+        """Call ``changed`` on this event loop, whatever thread reports the change."""
+        self.blocking.listen(on_this_loop(changed), results=results)
 
     def close(self) -> asyncio.Future[None]:
         """Close the record, and end the threads."""

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, cast
 
 from pydantic import JsonValue
 
-from batch_agent.blocking import on_this_loop
 from batch_agent.compiler.plan import Plan
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.cancellation import wait_event
@@ -154,7 +153,7 @@ class Feeder:
         self._position = self._session.position
         self._had_past = bool(self._session.previous)
         self._identifies = type(store.blocking) is not MemoryStore  # rows without a record need no identity
-        store.listen(on_this_loop(self._news.set), results=True)
+        store.listen(self._news.set, results=True)
 
     def _keep_keys(self, previous: JsonObject) -> None:
         """Decide which rows keep the keys that they had with their columns of gold."""
@@ -269,7 +268,6 @@ class Feeder:
         self._stopping.set()
         self._news.set()
 
-    @property
     def left(self) -> int | None:
         """Number of rows that were not taken by the worker; None if it is unknown."""
         total = self._plan.total
@@ -277,14 +275,12 @@ class Feeder:
             return None
         if total is None:
             return self._rows.waiting
-        store = self.store.blocking
-        return max(0, total - self.read + (store.unstarted if isinstance(store, MemoryStore) else 0))
+        return max(0, total - self.read + self.store.blocking.unstarted)
 
     @property
     def made(self) -> int:
         """Number of rows that the stage before has made and that no worker has taken."""
-        store = self.store.blocking
-        queued = store.unstarted if isinstance(store, MemoryStore) else self._queued
+        queued = self.store.blocking.unstarted if self.store.instant else self._queued
         return queued + (self._rows.waiting or 0)
 
     async def refill(self) -> bool:

@@ -357,10 +357,10 @@ def open_journal(
     return journal
 
 
-def encoder(store: Store, prepared: Prepared, worker: int) -> Callable[[AgentResult[object]], object]:
-    """Return the function that makes of a result what the store takes: JSON, if it is outside this process."""
+def encoder(store: Store, prepared: Prepared, worker: int) -> Callable[[AgentResult[object]], bytes] | None:
+    """Return the function that makes JSON of a result, for a store outside this process."""
     if store.instant:
-        return lambda result: result
+        return None
     messages = prepared.spec.keep != "results"
     return lambda result: encode_result(result, prepared.schema, worker=worker, messages=messages)
 

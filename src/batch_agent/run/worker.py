@@ -12,13 +12,11 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, cast
 
 from batch_agent.agent.agent import Agent, tool_loop
 from batch_agent.agent.dialogue import Resources
 from batch_agent.agent.user_worker import AgentWorker
-from batch_agent.blocking import on_this_loop
 from batch_agent.compiler.plan import Plan
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.cancellation import outlast, shielded, wait_event
@@ -30,7 +28,6 @@ from batch_agent.messages import JsonObject
 from batch_agent.record.codec import CALL_BEGUN, RANKS, decode
 from batch_agent.record.journal import OVERDUE, Journal, LeasedIdentity, Trail, to_its_end
 from batch_agent.record.keys import Keys
-from batch_agent.record.memory import MemoryStore
 from batch_agent.record.row_json import decode_row
 from batch_agent.record.steps import Past, read_past
 from batch_agent.record.store import Identity, KeptStep, LeasedRow, RowLease, RunStanding, Store
@@ -56,49 +53,43 @@ RENEWALS = 3  # per lease time
 Over = Literal["", "done", "asked to leave", "no feeder", "replaced", "the run is draining", "the run has ended"]
 
 
-@dataclass(slots=True, eq=False)
-class HeldRow:
-    """A row that this worker works on. ``claimed`` are the agents of its record that were continued."""
+def past_of(row: LeasedRow, identity: Identity, steps: Sequence[KeptStep]) -> Past | None:
+    """Return what an earlier agent with that identity recorded, or None. A finished agent is preferred to a running
+    one, and a running one to a failed one. Each agent is returned once."""
+    agents: dict[int, list[KeptStep]] = {}
+    for step in steps:
+        same = step.key == identity.key or (not row.checks and step.content == identity.row)
+        if same and step.agent not in row.claimed:
+            agents.setdefault(step.agent, []).append(step)
+    for agent in sorted(agents, key=lambda agent: (RANKS.get(agents[agent][-1].kind, 1), agent)):
+        row.claimed.add(agent)
+        kept = agents[agent]
+        try:
+            return read_past(agent, [decode(step.kind, step.body) for step in kept])
+        except ValueError as error:
+            if any(step.kind == CALL_BEGUN for step in kept):
+                return Past(agent, (), unreadable=str(error))
+            logger.warning("the record of row %d cannot be read and is ignored: %s", row.lease.index, error)
+    return None
 
-    row: LeasedRow
-    lease: RowLease
-    claimed: set[int] = field(default_factory=set)
 
-    def past(self, identity: Identity, steps: Sequence[KeptStep]) -> Past | None:
-        """Return what an earlier agent with that identity recorded, or None. A finished agent is preferred to a running
-        one, and a running one to a failed one. Each agent is returned once."""
-        agents: dict[int, list[KeptStep]] = {}
-        for step in steps:
-            same = step.key == identity.key or (not self.row.checks and step.content == identity.row)
-            if same and step.agent not in self.claimed:
-                agents.setdefault(step.agent, []).append(step)
-        for agent in sorted(agents, key=lambda agent: (RANKS.get(agents[agent][-1].kind, 1), agent)):
-            self.claimed.add(agent)
-            kept = agents[agent]
-            try:
-                return read_past(agent, [decode(step.kind, step.body) for step in kept])
-            except ValueError as error:
-                if any(step.kind == CALL_BEGUN for step in kept):
-                    return Past(agent, (), unreadable=str(error))
-                logger.warning("the record of row %d cannot be read and is ignored: %s", self.lease.index, error)
-        return None
-
-    def retries(self, past: Past | None) -> bool:
-        """Return whether the row failed before and is tried again."""
-        if past is None or past.failed is None:
-            return False
-        retry: bool | Collection[str] = self.row.retry
-        return retry if isinstance(retry, bool) else past.failed.error.type in retry
+def is_retried(row: LeasedRow, past: Past | None) -> bool:
+    """Return whether the row failed before and is tried again."""
+    if past is None or past.failed is None:
+        return False
+    retry: bool | Collection[str] = row.retry
+    return retry if isinstance(retry, bool) else past.failed.error.type in retry
 
 
 class Leases:
     """``over`` is the reason why no more rows are taken, or "". ``source`` is the feeder in this process, if there is
     one. ``patience`` is the number of seconds to wait if the queue is empty and there is no feeder. ``on_lost`` is
     called with the index of a row whose lease is lost, ``on_ended`` with that of a row whose result is recorded.
-    ``on_away`` is called with True when the store does not answer, and with False when it answers again. ``on_need`` is
-    called when slots may be needed: at the begin, and when rows arrive after the queue was empty. ``on_leave`` is
-    called when no more rows are taken. ``on_observed`` is called, perhaps repeatedly, if the feeder has observers.
-    ``failure`` is the error of a store that no longer answers, or of a commit."""
+    ``on_away`` is called with True when the store does not answer, and with False when it answers again. ``on_wait`` is
+    called with True when the next row must be waited for, and with False after that. ``on_need`` is called when slots
+    may be needed: at the begin, and when rows arrive after the queue was empty. ``on_leave`` is called when no more
+    rows are taken. ``on_observed`` is called, perhaps repeatedly, if the feeder has observers. ``failure`` is the error
+    of a store that no longer answers, or of a commit."""
 
     def __init__(
         self,
@@ -111,7 +102,7 @@ class Leases:
         patience: float = float("inf"),
     ) -> None:
         self.store, self.worker = store, worker
-        self.held: dict[int, HeldRow] = {}  # by index: rows that this worker works on
+        self.held: dict[int, LeasedRow] = {}  # by index: rows that this worker works on
         self.ending: set[int] = set()  # held rows whose results are not committed yet
         self.finished = 0  # rows whose results this worker recorded
         self.over: Over = ""
@@ -119,6 +110,7 @@ class Leases:
         self.on_lost: Callable[[int], None] = lambda _: None
         self.on_ended: Callable[[int], object] = lambda _: None
         self.on_away: Callable[[bool], None] = lambda _: None
+        self.on_wait: Callable[[bool], None] = lambda _: None
         self.on_need: Callable[[], None] = lambda: None
         self.on_leave: Callable[[], None] = lambda: None
         self.on_observed: Callable[[], None] = lambda: None
@@ -139,50 +131,52 @@ class Leases:
         """Start to renew the leases."""
         self.on_need()
         if not self.store.instant:
-            self.store.listen(on_this_loop(self._changed.set))
+            self.store.listen(self._changed.set)
             self._renewing = asyncio.get_running_loop().create_task(self._renew(), name="batch-agent leases")
 
-    async def next(self, most: int) -> list[HeldRow]:
-        """Wait for rows and return at most ``most``; none if no more rows are taken."""
-        waited, source = False, self._source
-        if self.alone and source is not None and not self._is_at_hand:
-            await source.refill()
-        while not self._ready:
-            if self.over:
-                return []
-            if rows := await self._take(most):
-                self._lonely_since = None
-                self._ready.extend(rows)
-                if waited:
-                    self.on_need()
-                break
-            waited = True
-            if not await self._wait_for_rows():
-                return []
-        taken: list[HeldRow] = []
+    async def next(self) -> list[LeasedRow]:
+        """Return the next rows, for which it may wait; none if no more rows are taken."""
+        most = self.store.group
+        if not self._ready and not self.over and self._is_at_hand:
+            self._ready.extend(await self._take(most))
+        if not self._ready:
+            self.on_wait(True)
+            try:
+                await self._wait_for_row()
+            finally:
+                self.on_wait(False)
+        taken: list[LeasedRow] = []
         while self._ready and len(taken) < most:
             taken.append(self._hold(self._ready.popleft()))
         return taken
 
-    def next_nowait(self) -> HeldRow | None:
-        """Return the next row if it is in the queue of this process, and no other process works on the run."""
-        if not self.alone or self.over or self._ready or not self._is_at_hand:
-            return None
-        rows = self.store.take(self.worker, 1, 0.0).result()
-        return self._hold(rows[0]) if rows else None
+    async def _wait_for_row(self) -> None:
+        """Wait until a row is there to be taken, or no more rows are taken."""
+        waited, source = False, self._source
+        if self.alone and source is not None and not self.over:
+            await source.refill()
+        while not self.over:
+            if rows := await self._take(self.store.group):
+                self._lonely_since = None
+                self._ready.extend(rows)
+                if waited:
+                    self.on_need()
+                return
+            waited = True
+            if not await self._wait_for_rows():
+                return
 
     @property
     def _is_at_hand(self) -> bool:
         """Whether a row is in the queue of this process."""
-        store = self.store.blocking
-        return isinstance(store, MemoryStore) and store.unstarted > 0
+        return self.store.blocking.unstarted > 0
 
-    def _hold(self, row: LeasedRow) -> HeldRow:
+    def _hold(self, row: LeasedRow) -> LeasedRow:
         index = row.lease.index
         if self.held.pop(index, None) is not None:  # its lease expired, and this worker took the row again
             self.on_lost(index)
-        held = self.held[index] = HeldRow(row, row.lease)
-        return held
+        self.held[index] = row
+        return row
 
     async def _wait_for_rows(self) -> bool:
         """Wait until a call may find rows. Returns False if there will be none."""
@@ -219,22 +213,22 @@ class Leases:
             return []
         return rows
 
-    async def claim(self, held: HeldRow, identities: Sequence[Identity]) -> list[Past | None]:
+    async def claim(self, held: LeasedRow, identities: Sequence[Identity]) -> list[Past | None]:
         """Return what earlier agents of the row recorded under these identities."""
-        found = [held.past(identity, held.row.steps) for identity in identities]
+        found = [past_of(held, identity, held.steps) for identity in identities]
         missing = [place for place, past in enumerate(found) if past is None]
-        if not missing or not held.row.more:
+        if not missing or not held.more:
             return found
         wanted = [identities[place] for place in missing]
         for place, steps in zip(missing, await self.store.claim(held.lease, wanted), strict=True):
-            found[place] = held.past(identities[place], steps)
+            found[place] = past_of(held, identities[place], steps)
         return found
 
     def share(self) -> None:
         """Other processes work on the run too: rows may come back from them."""
         self.alone = False
         if self.store.instant:
-            self.store.listen(on_this_loop(self._news.set))
+            self.store.listen(self._news.set)
 
     def leave(self, why: Over = "asked to leave") -> None:
         """Take no more rows, and hand back rows that were not started."""
@@ -277,7 +271,7 @@ class Leases:
         if self._renewing is not None:
             self._renewing.cancel()
             await outlast(self._renewing)
-        rows = [*(held.row for held in self.held.values()), *self._ready]
+        rows = [*self.held.values(), *self._ready]
         self.held.clear()
         self._ready.clear()
         if self._taking is not None and await to_its_end(self._taking) is None:
@@ -378,7 +372,7 @@ class Worker:
         spending = resources.dispatcher.spending
         # With a budget, a row starts only if the budget pays for it to its end.
         self._budget = None if spending is None or spending.rows is None else BudgetedRows(spending, resources, feed)
-        leases.on_lost, leases.on_leave = self._drop, feed.wake
+        leases.on_lost, leases.on_leave, leases.on_wait = self._drop, feed.wake, feed.set_reading
         leases.on_ended = lambda index: self.live.pop(index, None)
 
     async def work(self, agents: asyncio.TaskGroup) -> None:
@@ -392,24 +386,14 @@ class Worker:
     async def _start_agents(self, agents: asyncio.TaskGroup) -> None:
         started, feed, leases = 0, self._feed, self._leases
         while await feed.wait_room(self._is_over):
-            one = leases.alone and not feed.paced
-            at_hand = leases.next_nowait() if one else None
-            if at_hand is None:
-                feed.set_reading(True)
-                try:
-                    rows = await leases.next(1 if one else leases.store.group)
-                finally:
-                    feed.set_reading(False)
-                if not rows:
-                    return
-            else:
-                rows = [at_hand]
+            rows = await leases.next()
+            if not rows:
+                return
             for held, job in zip(rows, await self._jobs(rows), strict=True):
-                if at_hand is None:  # else there is still room
-                    feed.has_row = True
-                    if not await feed.wait_room(self._is_over):
-                        return
-                    feed.has_row = False
+                feed.has_row = True
+                if not await feed.wait_room(self._is_over):
+                    return
+                feed.has_row = False
                 left = self._left()
                 feed.expect(left)
                 if held.lease.index not in self._leases.held:  # its lease was lost meanwhile
@@ -427,17 +411,17 @@ class Worker:
     def _is_over(self) -> bool:
         return bool(self._leases.over)
 
-    async def _jobs(self, rows: Sequence[HeldRow]) -> list[Job | AgentResult[object]]:
+    async def _jobs(self, rows: Sequence[LeasedRow]) -> list[Job | AgentResult[object]]:
         """Return the jobs of leased rows: those that the feeder compiled, or compiled here."""
         jobs: list[Job | AgentResult[object]] = []
         for held in rows:
-            job = held.row.job
+            job = held.job
             if isinstance(job, (Job, AgentResult)):  # a union would be made for each row
                 jobs.append(job)
                 continue
             index = held.lease.index
             try:
-                value, name = decode_row(cast(bytes, held.row.value), self.row_schema)
+                value, name = decode_row(cast(bytes, held.value), self.row_schema)
             except InputError as error:
                 jobs.append(Failure(index, str(index), None, False, None, AgentError.of(error)))
                 continue
@@ -505,22 +489,21 @@ class Worker:
 
     # Rows
 
-    async def _trail(self, held: HeldRow, job: Job) -> Trail:
+    async def _trail(self, held: LeasedRow, job: Job) -> Trail:
         if self._journal.in_memory:
             return self._nowhere
-        row = held.row
-        if row.key:
-            identity = LeasedIdentity(row.key, row.content, row.lease)
+        if held.key:
+            identity = LeasedIdentity(held.key, held.content, held.lease)
         else:
             own = self._keys.identity(job, self._plan.question(job))
-            identity = LeasedIdentity(own.key, own.row, row.lease)
-        return self._follow(held, identity, held.past(identity, row.steps) if row.steps else None)
+            identity = LeasedIdentity(own.key, own.row, held.lease)
+        return self._follow(held, identity, past_of(held, identity, held.steps) if held.steps else None)
 
-    def _follow(self, held: HeldRow, identity: LeasedIdentity, past: Past | None, *, retries: bool = True) -> Trail:
+    def _follow(self, held: LeasedRow, identity: LeasedIdentity, past: Past | None, *, retries: bool = True) -> Trail:
         """Return the trail of an agent with this record. ``retries``: a failed one may be tried again."""
-        retried = retries and held.retries(past)
+        retried = retries and is_retried(held, past)
         restarts = past is not None and self._restarts(past, retried=retried)
-        return Trail(self._journal, identity, past, retried=retried, restarts=restarts, checks=held.row.checks)
+        return Trail(self._journal, identity, past, retried=retried, restarts=restarts, checks=held.checks)
 
     def _restarts(self, past: Past, *, retried: bool) -> bool:
         """Return whether a recorded row starts again in a new conversation: one that failed by its own fault, or whose
@@ -532,7 +515,7 @@ class Worker:
             return False
         return starts_afresh(past.failed.error, self._retry_from)
 
-    async def _begin(self, held: HeldRow, job: Job | AgentResult[object], agents: asyncio.TaskGroup) -> None:
+    async def _begin(self, held: LeasedRow, job: Job | AgentResult[object], agents: asyncio.TaskGroup) -> None:
         if isinstance(job, AgentResult):
             self._tell_start(job)
             self._publish(held, None, job)
@@ -559,7 +542,7 @@ class Worker:
         if not self._feed.paced:
             await asyncio.sleep(0)  # it requests its slot now, unless its record is sufficient
 
-    async def _accompany(self, held: HeldRow, agent: Agent, ticket: Ticket | None) -> None:
+    async def _accompany(self, held: LeasedRow, agent: Agent, ticket: Ticket | None) -> None:
         """Run one agent from its first turn to its result, which the next commit records."""
         result: AgentResult[object] | None = None
         try:
@@ -580,7 +563,7 @@ class Worker:
 
     # Rows in parts
 
-    async def _begin_parts(self, held: HeldRow, job: Job, rows_left: int | None, agents: asyncio.TaskGroup) -> None:
+    async def _begin_parts(self, held: LeasedRow, job: Job, rows_left: int | None, agents: asyncio.TaskGroup) -> None:
         """Start an agent for each part when there is room. Later rows wait for this no longer than for other agents."""
         trails = await self._part_trails(held, job.parts, [self._plan.question(part) for part in job.parts])
         if self._budget is not None and not await self._budget.begin(job, trails, self._plan, self._is_over):
@@ -605,7 +588,7 @@ class Worker:
     async def _accompany_part(self, row: Parts, place: int, agent: Agent, ticket: Ticket | None) -> None:
         row.end(place, await self._work_on(agent, ticket))
 
-    async def _accompany_parts(self, held: HeldRow, row: Parts) -> None:
+    async def _accompany_parts(self, held: LeasedRow, row: Parts) -> None:
         await row.wait()
         schema = self._r.schema
         answers = row.answers(schema) if row.error is None else []
@@ -635,9 +618,9 @@ class Worker:
 
     # Rows with samples
 
-    async def _begin_samples(self, held: HeldRow, job: Job, agents: asyncio.TaskGroup, voting: Voting) -> None:
+    async def _begin_samples(self, held: LeasedRow, job: Job, agents: asyncio.TaskGroup, voting: Voting) -> None:
         """Start the samples that could be needed, when there is room. Later ones follow when these end."""
-        begun, many = bool(held.row.steps or held.row.more), voting.samples
+        begun, many = bool(held.steps or held.more), voting.samples
         if self._budget and not await self._budget.begin(job, (), self._plan, self._is_over, samples=many, begun=begun):
             return
         self._tell_start(job)
@@ -651,11 +634,11 @@ class Worker:
             await self._feed.wait_room(self._is_over)  # without room too the row continues: it was begun
 
     async def _sampler(
-        self, held: HeldRow, row: Samples, voting: Voting, agents: asyncio.TaskGroup
+        self, held: LeasedRow, row: Samples, voting: Voting, agents: asyncio.TaskGroup
     ) -> Callable[[int], Ticket | None]:
         """Return a function that starts a sample, with what an earlier session has recorded of it."""
         job, recorded = row.job, not self._journal.in_memory
-        own = Identity(held.row.key, held.row.content)
+        own = Identity(held.key, held.content)
         if not own.key:
             own = self._keys.identity(job, self._plan.question(job))
         leased = [
@@ -685,7 +668,7 @@ class Worker:
 
         return start
 
-    def _end_samples(self, held: HeldRow, row: Samples) -> None:
+    def _end_samples(self, held: LeasedRow, row: Samples) -> None:
         result = row.result()
         if not is_interrupted(result):
             self._r.emit.metrics.samples_ended(row.asked, row.spared, identical=row.are_identical)
@@ -700,7 +683,7 @@ class Worker:
         self._r.dispatcher.scheduler.start_agent()
         return None
 
-    async def _part_trails(self, held: HeldRow, jobs: Sequence[Job], questions: Sequence[str]) -> Sequence[Trail]:
+    async def _part_trails(self, held: LeasedRow, jobs: Sequence[Job], questions: Sequence[str]) -> Sequence[Trail]:
         if self._journal.in_memory:
             return [self._nowhere] * len(jobs)
         identities: list[LeasedIdentity] = []
@@ -712,7 +695,7 @@ class Worker:
 
     # Results
 
-    def _publish(self, held: HeldRow, agent: Agent | Several | None, result: AgentResult[object]) -> None:
+    def _publish(self, held: LeasedRow, agent: Agent | Several | None, result: AgentResult[object]) -> None:
         """Record a result. After the commit the feeder delivers it, and its agent is no longer live."""
         if self._tells:
             self._tell(result)

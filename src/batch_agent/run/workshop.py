@@ -80,7 +80,7 @@ class Workshop:
                 asks_first=loops,
                 keys=Keys(rows_under(prepared, inner)),
                 part_keys=Keys(rows_under(prepared, inner, part=True)),
-                left=lambda: None if feeder is None else feeder.left,
+                left=(lambda: None) if feeder is None else feeder.left,
                 tells=feeder is None,
                 begun=set() if feeder is None else feeder.begun,
                 retry_from=spec.retry_from,

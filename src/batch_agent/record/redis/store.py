@@ -151,7 +151,7 @@ return redis.call('ZRANGEBYSCORE', KEYS[1], tonumber(redis.call('TIME')[1]), '+i
 class RedisRunStore:
     """One run. It is thread-safe."""
 
-    instant, group = False, GROUP
+    instant, group, unstarted = False, GROUP, 0
 
     def __init__(self, connection: RedisConnection) -> None:
         self.connection, self.address = connection, connection.address
