@@ -56,7 +56,7 @@ def status_command(options: argparse.Namespace) -> int:
     with open_run(options.run_dir) as run:
         while True:
             view = run.view()
-            score, promise = _score(run, view), standing_of(options.run_dir)
+            score, promise = _score(run, view), standing_of(options.run_dir) if view.facts else None
             people = _people(run, view)
             found = status_json(view, score, promise, people) if options.json else None
             text = _text(view, score, promise, people) if found is None else to_json(found).decode()
@@ -133,7 +133,7 @@ def _score(run: RunReader, view: RunSnapshot) -> JsonObject | None:
 
 def _people(run: RunReader, view: RunSnapshot) -> tuple[JsonObject, Sequence[str]] | None:
     """Return what people have judged and what is left for them; None for a run that people do not review."""
-    if view.state in ALIVE and view.progress.ok + view.progress.failed > SCORED_ROWS:
+    if not view.facts or (view.state in ALIVE and view.progress.ok + view.progress.failed > SCORED_ROWS):
         return None
     try:
         if (review := people_of(run)) is None:
