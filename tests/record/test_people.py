@@ -17,7 +17,7 @@ from batch_agent.errors import SpecError
 from batch_agent.files.results import to_json
 from batch_agent.record.people import PEOPLE, PeopleReview, Refusal, Shown, review_gold
 from batch_agent.record.review import REVIEW
-from batch_agent.testing import Say, ScriptedServer
+from batch_agent.testing import Fail, Say, ScriptedServer
 from batch_agent.trust.review import AUDIT, REPAIR
 
 
@@ -252,6 +252,19 @@ async def test_in_a_running_run_rows_wait_for_people_as_soon_as_they_have_failed
         assert review.waiting == 2
         assert len((run / REVIEW).read_text().splitlines()) == 2
         assert json.loads((run / REVIEW).read_text().splitlines()[1])["who"] == "ada"
+
+
+async def test_a_review_says_when_the_models_have_work(tmp_path: Path) -> None:
+    def says(request: Any) -> Any:
+        return Fail(503, "away") if "ticket 2" in str(request.body) else Say('{"label": "billing", "why": "x"}')
+
+    await reviewed_run(tmp_path / "run", 6, says, max_retries=0, gold=None)
+    with opened(tmp_path / "run") as review:
+        assert review.queue() == [], "a server that was away is no work for people"
+        assert review.models_have_work
+    await reviewed_run(tmp_path / "run", 6, gold=None, resume=True)
+    with opened(tmp_path / "run") as review:
+        assert not review.models_have_work
 
 
 @pytest.mark.parametrize("kind", ["directory", pytest.param("redis", marks=needs_redis)])

@@ -176,6 +176,20 @@ async def test_the_link_for_reviewers_reaches_the_review_alone(tmp_path: Path) -
                 assert answer.status == 403, "a request that acts needs the Origin of the page"
 
 
+async def test_who_opens_the_link_for_reviewers_beside_the_page_keeps_the_page(tmp_path: Path) -> None:
+    await reviewed_run(tmp_path / "run", 3)
+    jar = aiohttp.CookieJar(unsafe=True)
+    async with served(tmp_path / "run", review=False) as owner, aiohttp.ClientSession(cookie_jar=jar) as session:
+        page = URL(owner)
+        async with session.get(page) as answer:
+            assert answer.status == 200
+        async with session.get(page.with_path("/api/link").with_query(run="run")) as answer:
+            link = page.join(URL((await answer.json())["link"]))
+        for url in (link, page.with_path("/api/run").with_query(run="run")):
+            async with session.get(url) as answer:
+                assert answer.status == 200
+
+
 async def test_two_reviewers_share_the_rows_and_a_third_decides(tmp_path: Path) -> None:
     await reviewed_run(tmp_path / "run", 9, overlap=1.0)
     audit(tmp_path / "run", 1)

@@ -101,6 +101,13 @@ def for_people(record: Record, *, cascade: bool) -> bool:
     return not record.get("ok") and isinstance(error, dict) and error.get("type") not in OUTSIDE
 
 
+def for_models(record: Record) -> bool:
+    """Return whether a model still has to answer a row: it waits for one, or failed for a reason outside of it."""
+    error, waits = record.get("error"), record.get("waits_for")
+    failed = not record.get("ok") and isinstance(error, dict) and error.get("type") in OUTSIDE
+    return waits not in (None, PEOPLE) or (failed and waits is None)
+
+
 class _Rows:
     """Where the finished rows of a run are, and what the queues need of them: 17 bytes per row, and the rows to
     repair."""
@@ -114,6 +121,7 @@ class _Rows:
     def _forget(self) -> None:
         self._places, self._ranks = array("q"), array("Q")
         self.repair: dict[int, tuple[float, ReviewRow]] = {}
+        self.for_models: set[int] = set()
         self.version = 0  # it changes when rows come
 
     def catch_up(self) -> None:
@@ -139,6 +147,9 @@ class _Rows:
         self._places[index] = place
         self._ranks[index] = int.from_bytes(self._order.rank(name)[:8])
         self.repair.pop(index, None)
+        self.for_models.discard(index)
+        if for_models(record):
+            self.for_models.add(index)
         if self._is_for_people(record):
             doubt = record.get("doubt")
             known = float(doubt) if isinstance(doubt, int | float) and record.get("ok") else 2.0  # the most doubtful
@@ -529,8 +540,17 @@ class PeopleReview:
 
     @property
     def models_have_work(self) -> bool:
-        """Whether the models have something to do that no process does now."""
-        return self.whole.view().state in ("interrupted", "out of budget", "unreachable")
+        """Whether the models have something to do that no process does now: rows that are not done, that failed for a
+        reason outside of them, or that wait for a model; or what the promise needs next."""
+        state = self.whole.view().state
+        if state in ("starting", "running"):
+            return False
+        if state in ("interrupted", "out of budget", "unreachable") or self._rows.for_models:
+            return True
+        if self.promise is None:
+            return False
+        standing = self.promise.standing()
+        return not standing.kept and standing.next == "models"
 
 
 def form_of(schema: OutputSchema[object] | None, *, typed: bool, promise: object = None) -> ReviewForm:

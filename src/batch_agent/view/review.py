@@ -159,7 +159,9 @@ def _queue(asked: JsonObject, name: str = "queue") -> Queue | None:
 
 
 def _with(review: PeopleReview, who: str, shown: Shown | None) -> JsonObject:
-    return {"row": None if shown is None else row_json(shown), **_numbers(review, who)}
+    if shown is not None:
+        return {"row": row_json(shown), **_numbers(review, who)}
+    return {"row": None, "models_have_work": review.models_have_work, **_numbers(review, who)}
 
 
 def row_json(shown: Shown) -> JsonObject:
@@ -175,7 +177,6 @@ def _numbers(review: PeopleReview, who: str) -> JsonObject:
         "left": {queue: cast(JsonValue, each._asdict()) for queue, each in review.left(who).items()},
         "lines": [*review.lines(who)],
         "works": review.whole.view().state in ("starting", "running"),
-        "models_have_work": review.models_have_work,
     }
 
 

@@ -62,33 +62,31 @@ class Guard:
             raise RequestRefused(403, "the page is not served at this port")
         if "Origin" not in request.headers and request.method not in ("GET", "HEAD"):
             raise RequestRefused(403, "requests from other pages are refused")
-        given = request.query.get("token", "")
-        name = self.cookie
-        if not same_secret(given, self.token) and not same_secret(request.cookies.get(name, ""), self.token):
-            name = self._reviewer(request, given)
+        given, name, token = request.query.get("token", ""), self.cookie, self.token
+        if not same_secret(given, token) and not same_secret(request.cookies.get(name, ""), token):
+            name, token = self._reviewer(request, given)
         response = await self._handler(request)
-        if given and not response.prepared:
+        if same_secret(given, token) and not response.prepared:
             response.set_cookie(name, given, httponly=True, samesite="Strict", path="/")
         return response
 
-    def _reviewer(self, request: web.BaseRequest, given: str) -> str:
-        """Return the name of the cookie of a reviewer. Raises RequestRefused unless the request is one that reviewers
-        of this run may make."""
+    def _reviewer(self, request: web.BaseRequest, given: str) -> tuple[str, str]:
+        """Return the name of the cookie of a reviewer, and the token in it. Raises RequestRefused unless the request is
+        one that reviewers of this run may make."""
+        refused = RequestRefused(403, "open the address that batch-agent view printed, with its token")
         key, start = request.query.get("run"), f"{self.cookie}-review-"
         if key is None:  # a file of the page, which has nothing of a run
             known = any(name.startswith(start) for name in request.cookies)
             if known and self._open_to_reviewers(request.path) and request.path.startswith("/static/"):
-                return start
-            raise RequestRefused(403, "open the address that batch-agent view printed, with its token")
-        token, name = (
-            self.review_token(key),
-            start + blake2b(key.encode("utf-8", "surrogatepass"), digest_size=6).hexdigest(),
-        )
+                return start, self.token
+            raise refused
+        name = start + blake2b(key.encode("utf-8", "surrogatepass"), digest_size=6).hexdigest()
+        token = self.review_token(key)
         if not same_secret(given, token) and not same_secret(request.cookies.get(name, ""), token):
-            raise RequestRefused(403, "open the address that batch-agent view printed, with its token")
+            raise refused
         if not self._open_to_reviewers(request.path):
             raise RequestRefused(403, "the link for reviewers reaches the review alone")
-        return name
+        return name, token
 
 
 def add_headers(response: web.StreamResponse) -> web.StreamResponse:
