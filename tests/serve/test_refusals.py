@@ -120,6 +120,7 @@ def form(disposition: str, *more: str) -> bytes:
         form(f'Content-Disposition: form-data; name="file"; x="{"a" * 100_000}"'),
         form("Content-Disposition: form-data; name=\"file\"; filename*=utf-8''a%0d%0aX-Injected%3a%20b"),
         form("Content-Disposition: form-data; name=\"file\"; filename*=utf-8''a%0ab"),
+        form("Content-Disposition: form-data; name=\"file\"; filename*=utf-8''a%0d%0aX-Injected: b"),
         form('Content-Disposition: form-data; name="file"; filename="a"')[:-12],
         b"nothing of a form",
     ],

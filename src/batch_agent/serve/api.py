@@ -16,9 +16,10 @@ from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO, ParamSpec, TypeVar
+from warnings import catch_warnings, simplefilter
 
 import orjson
-from aiohttp import BodyPartReader, web
+from aiohttp import BadContentDispositionHeader, BadContentDispositionParam, BodyPartReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 from pydantic import JsonValue
 
@@ -69,7 +70,10 @@ ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 NO_ROOM = "the disk of this server is almost full: no file is accepted now"
 
 # What the parser of forms raises for one that is not well-formed.
-BROKEN_FORM = (ValueError, LookupError, AssertionError, RuntimeError, HttpProcessingError, web.RequestPayloadError)
+BROKEN_FORM = (
+    *(ValueError, LookupError, AssertionError, RuntimeError, HttpProcessingError, web.RequestPayloadError),
+    *(BadContentDispositionHeader, BadContentDispositionParam),
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -179,11 +183,12 @@ class Api:
                     watch.alive()
                     if not isinstance(field, BodyPartReader):
                         raise RequestRefused(400, "a form inside the form is not accepted")
-                    if field.name == "file" and name is None:
-                        name = _file_name(field.filename or "file")
+                    field_name, file_name = _names_of(field)
+                    if field_name == "file" and name is None:
+                        name = file_name
                         await self._store(_chunks(field, watch), part, tenant.max_file, self._too_large(tenant))
                     else:
-                        fields[field.name or ""] = await _field(field, watch)
+                        fields[field_name] = await _field(field, watch)
             file = self._checked_file(id, tenant, name, fields, part)
             await _on_disk(sync, part)
             await in_thread(part.rename, self._files / id)
@@ -552,11 +557,15 @@ async def _on_disk(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) 
         raise RequestRefused(507, f"{NO_ROOM} ({error.strerror})") from None
 
 
-def _file_name(name: str) -> str:
-    """Return the name of an uploaded file. Raises RequestRefused for one that could add lines to a header or a log."""
-    if not name.isprintable():
+def _names_of(field: BodyPartReader) -> tuple[str, str]:
+    """Return the name of a part of a form, and that of its file. Raises one of ``BROKEN_FORM`` for a header that cannot
+    be read, and RequestRefused for a file name that could add lines to a header or a log."""
+    with catch_warnings():
+        simplefilter("error")  # else a name that cannot be read is missing
+        name, file_name = field.name or "", field.filename or "file"
+    if not file_name.isprintable():
         raise RequestRefused(400, "the filename has a line break or another control character", param="file")
-    return name
+    return name, file_name
 
 
 def _created(path: Path) -> BinaryIO:
