@@ -87,10 +87,11 @@ class JsonLines(logging.Formatter):
 
 
 def log_as(form: str) -> None:
-    """Write the log to standard error in this form. "text" leaves it to Python: warnings and errors, as plain lines."""
+    """Write the log to standard error in this form. "text" leaves it to Python: warnings and errors, as plain lines.
+    With "json" those of other packages are JSON lines too."""
     if form == "json":
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(JsonLines())
-        logger.addHandler(handler)
+        logging.getLogger().addHandler(handler)
+        logging.captureWarnings(True)
         logger.setLevel(logging.INFO)
-        logger.propagate = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
 import re
 import shutil
@@ -38,6 +39,8 @@ from batch_agent.serve.catalog import Catalog, ConfiguredTenant, ServedBatch, Te
 from batch_agent.serve.directory import ADDRESS_FILE, ERRORS, KEY_FILE, LOCK_FILE, OUTPUT, PART
 from batch_agent.serve.logs import FORMATS
 from batch_agent.serve.objects import batch_object, shown_beside
+
+logger = logging.getLogger("batch_agent")
 
 ADMIN = {
     "status": "show the state of a server",
@@ -127,6 +130,7 @@ def serve_command(options: argparse.Namespace) -> int:
     from batch_agent.serve.server import BatchService
 
     log_as(options.log)
+    tell, complain = (logger.info, logger.error) if options.log == "json" else (say, say)
     config = _config(options.config)
     check_known(config, ("backend", "models", "limits", "keys"), "--config has no table")
     models = {**_models_in(config), **names_in(options.model)}
@@ -150,14 +154,16 @@ def serve_command(options: argparse.Namespace) -> int:
         put(f"ANTHROPIC_BASE_URL={address} ANTHROPIC_API_KEY={key}")
         sys.stdout.flush()
         if server.joining:
-            say(f"to add a machine: {server.joining}")
-        say("Ctrl-C stops the server; batches continue when it is started again")
+            tell(f"to add a machine: {server.joining}")
+        tell("Ctrl-C stops the server; batches continue when it is started again")
         await asyncio.get_running_loop().create_future()
 
     try:
-        return serve(server.serve(ready))
+        status = serve(server.serve(ready), last_word="")
+        tell("stopped")
+        return status
     except PartFailed as failed:
-        say(f"batch-agent serve ends, so that its supervisor starts it again: {failed}")
+        complain(f"batch-agent serve ends, so that its supervisor starts it again: {failed}")
         return PART_FAILED
 
 
