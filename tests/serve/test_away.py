@@ -17,7 +17,8 @@ from tests.serve.served import Client, chat, serving
 from tests.serve.test_openai_batches import backend
 from tests.warm import start
 
-from batch_agent.serve import batches, server
+from batch_agent.errors import StoreError
+from batch_agent.serve import batches, ledger, server
 from batch_agent.serve.lines import BatchLines
 from batch_agent.testing import Request, Say
 from batch_agent.testing.replies import ScriptedReply
@@ -113,3 +114,30 @@ async def test_a_full_disk_fails_no_batch(tmp_path: Path, monkeypatch: pytest.Mo
     async with backend(lambda request: Say("done")) as model, serving(tmp_path, model) as client:
         done = await client.wait((await client.create([chat("a")]))["id"])
         assert done["status"] == "completed" and attempts == 20 and model.received == 1
+
+
+async def test_a_catalog_that_cannot_be_written_is_logged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server, "BOOKS_SECONDS", 0.01)
+    monkeypatch.setattr(ledger, "AGAIN_SECONDS", 0.01)
+    async with backend() as model, serving(tmp_path, model) as client:
+        count, tokens = client.server.catalog.count_tokens, client.server.ledger
+        is_full, calls = True, 0
+
+        def counted(*args: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if is_full:
+                raise StoreError("the catalog: database or disk is full")
+            return count(*args)
+
+        client.server.catalog.count_tokens = counted  # type: ignore[method-assign]
+        for full in (True, False, True):
+            is_full, calls = full, 0
+            while calls < 8:
+                tokens.settle("operator", 0, 1)
+                await asyncio.sleep(0.01)
+        told = [record.getMessage() for record in caplog.records if "disk is full" in record.getMessage()]
+        assert 2 <= len(told) <= 4, told  # at most once by the writer of tokens and once by the books, each time
+        is_full = False

@@ -169,7 +169,8 @@ class TokenLedger:
     # The writer
 
     async def run(self) -> None:
-        """Write until cancelled."""
+        """Write until cancelled. A failure is logged once, until a write succeeds."""
+        failed = False
         while True:
             await self._due.wait()
             with suppress(TimeoutError):
@@ -177,9 +178,12 @@ class TokenLedger:
                     await self._urgent.wait()
             try:
                 await self.write()
+                failed = False
                 await asyncio.sleep(0)  # lines that may start now take their tokens before the next write
             except StoreError as error:
-                logger.warning("tokens cannot be counted now: %s", error)
+                if not failed:
+                    logger.warning("tokens cannot be counted now: %s", error)
+                failed = True
                 await asyncio.sleep(AGAIN_SECONDS)
 
     async def write(self) -> None:

@@ -322,7 +322,8 @@ class BatchService:
         return "" if self.room else "the disk is almost full: no new line starts"
 
     async def _look_after(self) -> None:
-        swept, clock = -inf, asyncio.get_running_loop().time
+        """Do what is due until cancelled. A failure is logged once, until all succeeds."""
+        swept, failed, clock = -inf, False, asyncio.get_running_loop().time
         while True:
             await asyncio.sleep(BOOKS_SECONDS)
             self.clock.look()
@@ -334,8 +335,11 @@ class BatchService:
                 if clock() - swept >= min(SWEEP_SECONDS, self.options.keep / 10):
                     swept = clock()
                     await self._sweep()
+                failed = False
             except (StoreError, OSError) as error:
-                logger.warning("%s", error)
+                if not failed:
+                    logger.warning("%s", error)
+                failed = True
 
     async def _look_at_data(self) -> None:
         """Notice that the data directory is away or there again, and whether the disk has room."""

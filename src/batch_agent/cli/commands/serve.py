@@ -222,7 +222,8 @@ def _check(options: argparse.Namespace) -> int:
         put(orjson.dumps({"batches": len(batches), "files": len(files), "findings": found}).decode())
         return int(bool(findings))
     left = sum(batch.total - batch.completed - batch.failed for batch in unfinished)
-    put(f"{options.data}: {len(batches)} batches, {len(unfinished)} of them not ended, and {len(files)} files")
+    known = f"{len(batches)} batches, {len(unfinished)} of them not ended, and {len(files)} files"
+    put(f"the catalog of {options.data} has {known}")
     for finding in findings:
         put(str(finding))
     if unfinished:
