@@ -78,6 +78,7 @@ NAVIGATION: dict[str, tuple[str, ...]] = {
         "docs/results",
         "docs/trust",
         "docs/review",
+        "docs/cascade",
         "docs/view",
         "docs/terminal",
         "docs/view-api",

@@ -30,6 +30,7 @@ def disagreements(options: Mapping[str, object]) -> Iterator[str]:
     yield from _of_the_record(options)
     yield from _of_samples(options)
     yield from _of_a_promise(options)
+    yield from _of_cascades(options)
     for name in OF_GOLD:
         if options[name] and options["gold"] is None and not (name == "tolerance" and options["promise"]):
             yield f"{name} is about a score, and there is no gold: give gold, the right answers of some rows"
@@ -96,7 +97,27 @@ ALIKE: Mapping[str, object] = {
 LEAST_TOP_P = 0.01  # at and below this only the likeliest token is left
 
 
+# Options that each entry of a cascade has itself.
+OF_ENTRIES = ("backend", "model", "api_key")
+
+
+def _of_cascades(options: Mapping[str, object]) -> Iterator[str]:
+    if options["cascade"] is None:
+        if options["escalate"] is not None:
+            yield "escalate says which answers of a cascade go to its next entry, and there is no cascade"
+        return
+    for name in OF_ENTRIES:
+        if options[name] is not None:
+            yield f"{name} and cascade exclude each other: give the {name} in the entries of the cascade"
+    if options["worker"] is not None or options["runtime"] is not None:
+        yield "cascade is for the tool loop: a worker or a runtime decides itself what it asks"
+    if options["oversized"] == "chunk":
+        yield "cascade and oversized='chunk' exclude each other: an answer made of many answers has no doubt"
+
+
 def _of_samples(options: Mapping[str, object]) -> Iterator[str]:
+    if options["cascade"] is not None:  # each entry has its own, which are checked with it
+        return
     samples, top_p, body = options["samples"], options["top_p"], options["extra_body"]
     given = [name for name in ("samples", "doubt") if options[name] not in (1, False)]
     for name in given:

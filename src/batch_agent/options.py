@@ -41,6 +41,8 @@ class Options(TypedDict, total=False):
     tools: Sequence[Tool[..., Any] | Callable[..., Any] | str | Sequence[Tool[..., Any]]]
     model: str | None
     backend: str | Mapping[str, JsonValue] | Sequence[str | Mapping[str, JsonValue] | Backend] | Backend | None
+    cascade: str | Path | Sequence[Mapping[str, Any] | str] | None
+    escalate: str | Callable[[AgentResult[Any]], object] | None
     runtime: CommandLineRuntime | str | Mapping[str, Any] | Backend | None
     api_key: str | None
     max_inflight: int | None

@@ -211,6 +211,36 @@ class BatchSpec(BaseModel):
         "mapping with `url`, `headers` and `api_key`, a list of these, or a `Backend`.",
         repr=False,
     )
+    cascade: Annotated[
+        Word | Path | Sequence[Any] | None,
+        Allowed('a list of entries such as {"backend": "local://"}, of which the last may be "people", or its file'),
+        Scope.STAGE,
+        Compared.VALUE,
+        Unset("one backend answers all rows"),
+        Flag(
+            "JSON", """models that are asked one after the other, as '[{"backend": "local://"}, "people"]', or a file"""
+        ),
+    ] = Field(
+        None,
+        description="Models that are asked one after the other, in place of `backend`: a row whose answer `escalate` "
+        'names goes to the next entry, the last of which may be `"people"`. An entry has a `backend`, and may have a '
+        "`name`, a `model`, an `api_key`, `prices`, sampling options, `samples`, `tools`, `max_turns` and a "
+        "`system_prompt` of its own ([cascade.md](cascade.md)).",
+        repr=False,
+    )
+    escalate: Annotated[
+        Word | Callable[..., Any] | None,
+        Allowed("a rule such as 'doubt > 0.3', a function of a result, or None"),
+        Scope.STAGE,
+        Compared.VALUE,
+        Unset("`invalid`"),
+        Flag("RULE", "which answers of a cascade go to the next entry, such as 'doubt > 0.3 or output.unsure'"),
+    ] = Field(
+        None,
+        description="Which answers of a `cascade` go to its next entry: `invalid`, or comparisons of `doubt`, "
+        "`doubts.FIELD`, `votes.FIELD.against` and `output.FIELD`, joined by `and`, `or`, `not` and brackets; or your "
+        "own function of the result (`module:function`) ([cascade.md](cascade.md)).",
+    )
     runtime: Annotated[
         Any,
         Scope.STAGE,

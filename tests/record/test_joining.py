@@ -13,8 +13,8 @@ from tests.record.test_run_stores import RedisPlace, ServedDirectoryPlace, Serve
 from batch_agent.record.address import StoreAddress
 from batch_agent.record.store import WorkStore
 from batch_agent.run.joining import JoinedWorker, NoRunCame
+from batch_agent.run.leases import Over
 from batch_agent.run.trust import Trust
-from batch_agent.run.worker import Over
 from batch_agent.testing.store_place import StorePlace, begin, facts, new_row
 
 REDIS = pytest.param("redis", marks=needs_redis)

@@ -46,7 +46,8 @@ from batch_agent.messages import (
     with_images,
 )
 from batch_agent.record.journal import UNKNOWN_OUTCOME, FailedBefore, Trail
-from batch_agent.record.replay import Key, WorkReplay
+from batch_agent.record.replay import Call as RecordedCall
+from batch_agent.record.replay import Key, WorkReplay, writes_of
 from batch_agent.record.steps import (
     Asked,
     CallBegun,
@@ -55,6 +56,7 @@ from batch_agent.record.steps import (
     Ended,
     Failed,
     Spent,
+    call_digest,
     conversation_of_ask,
 )
 from batch_agent.scheduler.core import Ticket
@@ -127,8 +129,16 @@ class Work:
     ``worker`` is the user's; None for the tool loop and built-in workers. ``conversation`` is the row's own: the shared
     messages, the task, and later messages."""
 
-    def __init__(self, job: Job, resources: Resources, trail: Trail, worker: InnerWorker | UserWorker) -> None:
+    def __init__(
+        self,
+        job: Job,
+        resources: Resources,
+        trail: Trail,
+        worker: InnerWorker | UserWorker,
+        wrote: Sequence[RecordedCall] = (),
+    ) -> None:
         self.job, self.r, self.trail = job, resources, trail
+        self.written: list[RecordedCall] = []  # calls of this session that may have written
         self.worker: UserWorker | None = None
         self.tally = Tally(resources.emit.metrics.agent(resources.run, job.index))
         self.progress = AgentForecast(key=job.affinity, model=resources.shapes.first.model)
@@ -161,7 +171,8 @@ class Work:
             self._output: str | None = None  # the worker's return value as JSON
         past, user = trail.past, self.worker is not None
         has_steps = past.turns or past.worked or past.left is not None
-        self.replay = WorkReplay(past, checks=trail.checks) if has_steps or (user and trail.records) else None
+        is_replayed = has_steps or wrote or (user and trail.records)
+        self.replay = WorkReplay(past, checks=trail.checks, wrote=wrote) if is_replayed else None
         if has_steps or trail.has_past:
             self._count_past()
 
@@ -315,6 +326,7 @@ class Work:
                     every.set_exception(end)
                 return
             known[place] = outcome = CallOutcome(end.text, end.ok, images=end.images)
+            self._note_write(call, outcome)
             # Recorded at once: another call may run for hours. A tool that a worker names may be added later.
             if self.trail.records and (self.worker is None or r.tools.knows(call.name)):
                 with suppress(StoreError):  # the agent gets the error at its next step
@@ -352,6 +364,14 @@ class Work:
             for waiting in pending.values():
                 waiting.abandon()
             self.tally.tool_wait += self._clock() - began
+
+    def _note_write(self, call: ToolCall, outcome: CallOutcome) -> None:
+        """Note a call that may have written, for the later entries of a cascade."""
+        tools = self.r.tools
+        if tools.knows(call.name) and not tools.can_start_early(call.name):
+            digest = call_digest(call.name, call.arguments)
+            end = CallEnded(digest, 0, "", "", outcome.ok, outcome.text, outcome.images)
+            self.written.append((digest, True, end))
 
     def _recorded(self, replay: WorkReplay, place: int, call: ToolCall) -> tuple[Key, CallOutcome | None]:
         """Return the digest and number of a call that begins, and its recorded outcome. ``place`` is that in its
@@ -564,7 +584,14 @@ UNREADABLE = (
 class Agent:
     works = True  # unlike a row with samples, between two of them
 
-    def __init__(self, job: Job, resources: Resources, trail: Trail, worker: InnerWorker | UserWorker) -> None:
+    def __init__(
+        self,
+        job: Job,
+        resources: Resources,
+        trail: Trail,
+        worker: InnerWorker | UserWorker,
+        wrote: Sequence[RecordedCall] = (),
+    ) -> None:
         self.job = job
         self.error: JobError | None = None
         self.recorded: AgentResult[object] | None = None  # its result, once it is being written to disk
@@ -576,7 +603,7 @@ class Agent:
         self._deadline = resources.timeout_per_agent
         self._trail = trail
         self._worker = worker
-        self._work = Work(job, resources, trail, worker)
+        self._work = Work(job, resources, trail, worker, wrote)
 
     async def run(self, ticket: Ticket | None) -> AgentResult[object]:
         """Return the result, with a JobError as part of it. ``ticket``: a slot already requested."""
@@ -660,6 +687,15 @@ class Agent:
             asked = work.r.shapes.first.model
             result.answered_by = JOINED.join(name or asked for name in tally.answered_by)  # type: ignore[misc]
         return cast("AgentResult[object]", result)
+
+    @property
+    def writes(self) -> list[RecordedCall]:
+        """The calls of this agent, in all sessions, that may have written."""
+        return [*writes_of(self._trail.past), *self._work.written]
+
+    @property
+    def resources(self) -> Resources:
+        return self._work.r
 
     @property
     def progress(self) -> AgentForecast:

@@ -104,6 +104,7 @@ class Resources:
     traces: Traces | None = None  # None: the run is not traced
     hints: bool = True  # send hints about each agent to servers that plan
     doubted: Sequence[Doubted] | None = None  # the fields whose doubts are wanted; None: none
+    offered: frozenset[str] | None = None  # the tools of the pool that these agents may call; None: all
     answers: int = 0  # number of complete answers
     answer_tokens: int = 0  # sum over all of them
 
@@ -114,6 +115,8 @@ class Resources:
             self.sees_images = accepted
 
     def start_tool(self, call: ToolCall, job: Job, turn: int) -> PendingCall:
+        if self.offered is not None and call.name not in self.offered:
+            return self.tools.refuse(call.name, self.offered)
         if self.traces is None:
             return self.tools.start(call, job, turn)
         # Most calls need no trace context, because their result is cached or shared.

@@ -9,6 +9,9 @@ from collections.abc import AsyncIterable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TextIO, cast
 
+from pydantic import JsonValue
+
+from batch_agent.agent.cascade import Cascade
 from batch_agent.agent.prepare import Prepared
 from batch_agent.compiler.plan import Description
 from batch_agent.compiler.prices import Prices
@@ -177,6 +180,7 @@ class DryRun:
             "backend": prepared.backend.name,
             "max_inflight": None if prepared.sought else prepared.max_inflight,
             "max_turns": prepared.spec.turn_limit,
+            **({} if prepared.cascade is None else {"cascade": self._cascade(prepared.cascade)}),
             "samples": prepared.spec.samples,
             "samples_at_once": 1 if prepared.voting is None else prepared.voting.needed([]),
             "worker": None if prepared.spec.worker is None else name_of(prepared.spec.worker),
@@ -232,6 +236,8 @@ class DryRun:
         yield "model", prepared.model or "the one the server has"
         yield "backend", prepared.backend.name
         yield "in flight", _in_flight(prepared)
+        if prepared.cascade is not None:
+            yield from self._entries(prepared.cascade)
         worker = prepared.spec.worker
         if worker is not None:
             yield "worker", f"{name_of(worker)}: its requests are not known before the run"
@@ -277,6 +283,21 @@ class DryRun:
             size = f"{len(description.first_prompt):,} characters, about {tokens:,} tokens"
             advice = "give model_max_context, and oversized='chunk' for rows that do not fit"
             yield "warning", f"the first message has {size}, which is more than most models read: {advice}"
+
+    def _entries(self, cascade: Cascade) -> Iterable[tuple[str, str]]:
+        names = [*cascade.names(self.prepared), *(["people"] if cascade.people else ())]
+        yield "cascade", f"{' → '.join(names)}; to the next entry: {cascade.rule.text}"
+        for entry in cascade.later:
+            each = DryRun.untouched(entry.prepared)
+            most = "" if each.cost is None else f", {dollars(each.cost[1])} if all rows come to it"
+            yield "then", f"{entry.prepared.model or 'the one the server has'} at {entry.prepared.backend.name}{most}"
+
+    def _cascade(self, cascade: Cascade) -> JsonObject:
+        later = [DryRun.untouched(entry.prepared) for entry in cascade.later]
+        costs: list[JsonValue] = [None if each.cost is None else each.cost[1] for each in later]
+        names: list[JsonValue] = [*cascade.names(self.prepared)]
+        escalate: JsonObject = {"entries": names, "people": cascade.people, "escalate": cascade.rule.text}
+        return escalate | {"most_cost_of_later": costs}
 
     def _samples(self, voting: Voting) -> str:
         voted = ", ".join(rule.field.name for rule in voting.rules)

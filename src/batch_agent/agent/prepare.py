@@ -18,6 +18,18 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 
 from pydantic import JsonValue
 
+from batch_agent.agent.cascade import (
+    PEOPLE,
+    Cascade,
+    Entry,
+    check_rule,
+    entries_of,
+    first_of,
+    label_of,
+    rule_given,
+    specs_of_later,
+    union_of_tools,
+)
 from batch_agent.agent.shapes import Shapes, build_shapes
 from batch_agent.backends.base import Backend
 from batch_agent.backends.registry import BACKEND_VARIABLE, at_backend, open_backend, resolved
@@ -29,7 +41,7 @@ from batch_agent.compiler.prices import Prices, find_prices
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.row_channel import RowChannel
 from batch_agent.documents.content import read_document
-from batch_agent.errors import BackendError, InputError, RunRejected, RunUnreachable, SpecError, Timeout
+from batch_agent.errors import BackendError, InputError, RunRejected, RunUnreachable, SpecError, Timeout, about
 from batch_agent.files.examples import Examples, examples_of
 from batch_agent.files.gold import TakenGold, take_gold
 from batch_agent.files.inputs import refuse_uncountable
@@ -93,6 +105,7 @@ class Prepared:
     examples: Examples | None = None  # in the system prompt
     gold: TakenGold | None = None  # the right answers of some rows, which are not in the inputs
     promise: Promise | None = None  # about the finished table
+    cascade: Cascade | None = None  # the entries after this one, if the run has several
 
     @property
     def terms(self) -> Terms:
@@ -135,6 +148,65 @@ class Prepared:
 def prepare(spec: BatchSpec, *, sends: bool = True, confined: bool = False) -> Prepared:
     """Resolve and check all options. Raises SpecError; sends nothing. ``sends=False`` needs no API key. ``confined``:
     rows may name files below ``image_root`` only."""
+    one = _prepare if spec.cascade is None else _prepare_cascade
+    return one(spec, sends=sends, confined=confined)
+
+
+def _prepare_cascade(spec: BatchSpec, *, sends: bool, confined: bool) -> Prepared:
+    rule = rule_given(spec, partial(_imported, "escalate"))
+    entries = entries_of(spec.cascade)
+    if entries[-1] == PEOPLE and spec.keep == "results":
+        raise SpecError('keep="results" keeps too little for people to review: leave it out')
+    first_entry = cast("Mapping[str, object]", entries[0])
+    first = _prepare(first_of(spec, rule), sends=sends, confined=confined)
+    later = tuple(
+        Entry(
+            label_of(entry),
+            _prepare_later(place, own, promised=spec.promise is not None, sends=sends, confined=confined),
+            str(entry.get("name") or ""),
+        )
+        for place, (entry, own) in enumerate(specs_of_later(spec, first, rule), start=2)
+    )
+    own, people = str(first_entry.get("name") or ""), entries[-1] == PEOPLE
+    cascade = Cascade(own, label_of(first_entry), later, people, rule, spec)
+    prepared = _with_shared_backends(replace(first, cascade=cascade))
+    followed = list(zip(cascade.names(prepared), models_of(prepared), strict=True))[: None if people else -1]
+    for name, each in followed:
+        check_rule(rule, name, each)
+    union_of_tools(prepared)  # raises SpecError
+    return prepared
+
+
+def models_of(prepared: Prepared) -> list[Prepared]:
+    """Return a run and the later entries of its cascade."""
+    return [prepared, *(() if prepared.cascade is None else (entry.prepared for entry in prepared.cascade.later))]
+
+
+def place_of_backend(prepared: Prepared) -> tuple[object, ...]:
+    """Return what is equal for runs that can share their backend."""
+    spec = prepared.spec
+    where = spec.runtime if spec.backend is None else spec.backend
+    return prepared.backend.name, where if isinstance(where, str | None) else id(where), spec.api_key, spec.cache
+
+
+def _with_shared_backends(prepared: Prepared) -> Prepared:
+    """Return a run with a cascade, whose entries with one address share a backend: its connections, or its weights."""
+    known: dict[tuple[object, ...], Backend] = {}
+
+    def shared(each: Prepared) -> Prepared:
+        return replace(each, backend=known.setdefault(place_of_backend(each), each.backend))
+
+    assert prepared.cascade is not None
+    return replace(shared(prepared), cascade=prepared.cascade.with_each(shared))
+
+
+def _prepare_later(place: int, spec: BatchSpec, *, promised: bool, sends: bool, confined: bool) -> Prepared:
+    with about(f"cascade: entry {place}: "):
+        return _prepare(spec, promised=promised, sends=sends, confined=confined)
+
+
+def _prepare(spec: BatchSpec, *, promised: bool = False, sends: bool, confined: bool) -> Prepared:
+    """``promised``: the run has a promise, for which the doubt of an answer is used if there is one."""
     # A worker does not see all rows, so it cannot know what they share.
     fed = spec.feed_only and spec.run_dir is not None  # without a record, no other process can reach the rows
     in_redis = spec.run_dir is not None and directory_of(spec.run_dir) is None
@@ -164,6 +236,7 @@ def prepare(spec: BatchSpec, *, sends: bool = True, confined: bool = False) -> P
     if not backend.capabilities.reports_context:
         _check_context(spec, spec.model_max_context)
     spec, promise = _with_promise(spec, schema, backend)
+    spec = _with_doubt(spec, backend) if promised else spec
     asked_for = None if spec.worker is not None else schema  # a user's worker sends its own schemas
     shapes = build_shapes(spec, model or "", specs, asked_for, backend.capabilities)
     shapes = _checked(spec, backend, shapes)
@@ -289,7 +362,7 @@ def _voting(
             f"samples={spec.samples}: each sample would call {', '.join(writing)}, which may write; leave the tool "
             "out, or declare that it only reads (docs/tools.md)"
         )
-    rules = rules_of(spec.vote, None if schema is None else schema.written_schema, _imported)
+    rules = rules_of(spec.vote, None if schema is None else schema.written_schema, partial(_imported, "vote"))
     try:
         backend.check(replace(shapes.first, seed=0))
         takes_seed = True
@@ -298,13 +371,13 @@ def _voting(
     return Voting(spec.samples, rules, stops=not backend.capabilities.patient, seed=spec.seed, takes_seed=takes_seed)
 
 
-def _imported(name: str) -> Function:
+def _imported(option: str, name: str) -> Function:
     """Return the function that ``module:function`` names. Raises SpecError."""
-    with boundary(lambda raised: SpecError(f"vote: {name} cannot be imported: {raised}")):
+    with boundary(lambda raised: SpecError(f"{option}: {name} cannot be imported: {raised}")):
         import_module(name.partition(":")[0])
         found: object = resolve_name(name)
     if not callable(found):
-        raise SpecError(f"vote: {name} is no function")
+        raise SpecError(f"{option}: {name} is no function")
     return cast(Function, found)
 
 

@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 
 from batch_agent.cli.exit_status import RUN_FAILED, SIGNALLED, UNREACHABLE
 from batch_agent.cli.output.streams import discard, ensure_streams, flush_words, say
-from batch_agent.errors import BatchAgentError, InternalError, RunUnreachable
-from batch_agent.observe.text import harmless
+from batch_agent.errors import BatchAgentError, InternalError, RunUnreachable, SpecError
+from batch_agent.observe.text import harmless, harmless_lines
 from batch_agent.record.address import masked
 from batch_agent.version import __version__
 
@@ -233,7 +233,8 @@ def _do(options: argparse.Namespace) -> int:
     except InternalError:
         raise
     except BatchAgentError as error:
-        text, notes = masked(harmless(str(error))), getattr(error, "__notes__", ())  # how to continue
+        safe = harmless_lines if isinstance(error, SpecError) else harmless  # one may show a place in a text
+        text, notes = masked(safe(str(error))), getattr(error, "__notes__", ())  # how to continue
         text += "" if not notes or text.endswith((".", "?", "!")) else "."
         say(" ".join([f"batch-agent: {text}", *notes]), wrap=not notes)
         return UNREACHABLE if isinstance(error, RunUnreachable) else RUN_FAILED

@@ -44,6 +44,7 @@ from batch_agent.events import (
 )
 from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject, Reply, Usage
+from batch_agent.observe.entry_counts import EntryCounts, first_count
 from batch_agent.observe.history import History, Limits, Pace
 from batch_agent.observe.statistics import Outage, RecentError, Statistics, ToolUse
 from batch_agent.record.timeline import Line, Span
@@ -107,6 +108,7 @@ class Metrics(TypedSink):
         self._began = 0.0
         self._finished: RunFinished | None = None
         self._agents: dict[tuple[str, int], LiveAgent] = {}  # by run and row
+        self.entries: EntryCounts | None = None  # of a cascade
         self._started = self._done = self._ok = self._resumed = self._interrupted = 0
         self._failures: dict[str, int] = {}
         self._answered_by: dict[str, int] = {}
@@ -228,6 +230,7 @@ class Metrics(TypedSink):
             down_seconds=down,
             kv=self._kv,
             schema_note=self._schema_note,
+            cascade=first_count(each.entries for each in (self, *self.stages)),
             ended=finished.ended if finished else None,
             reason=finished.reason if finished else "",
         )
@@ -470,6 +473,8 @@ class Metrics(TypedSink):
         self._done += 1
         if (name := row.answered_by) is not None:
             self._answered_by[name] = self._answered_by.get(name, 0) + 1
+        if self.entries is not None and not isinstance(row, JobFinished):
+            self.entries.took(row)
         if row.resumed:
             self._resumed += 1
         else:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from batch_agent.events import CacheRead, Ended
 from batch_agent.messages import Usage
+from batch_agent.observe.entry_counts import CascadeCount
 from batch_agent.observe.history import LimitStep, Pace
 from batch_agent.observe.stage_counts import StageCount
 
@@ -103,6 +104,7 @@ class Statistics:
     tool_errors: int = 0
     prewarm: Prewarm | None = None  # set if calls are started before a model requests them
     tools: Mapping[str, ToolUse] = field(default_factory=dict)
+    cascade: CascadeCount | None = None  # the entries of a cascade
     voted: int = 0  # rows whose samples have voted
     samples: int = 0  # of these rows
     samples_spared: int = 0  # that were not asked, because the vote was decided

@@ -66,6 +66,8 @@ def summary_lines(
     lines += _labelled("cost", _cost_lines(of_statistics(statistics)))
     if statistics.tool_calls:
         lines += _labelled("tools", [_tool_line(statistics), *map(harmless, _tool_words(statistics, tools))])
+    if statistics.cascade is not None:
+        lines += _labelled("cascade", [*map(harmless, statistics.cascade.lines())])
     if statistics.voted:
         lines += _labelled("samples", _sample_lines(statistics))
     if statistics.prewarm is not None:
@@ -112,15 +114,8 @@ def summary_json(
         "retries": statistics.retries,
         "control_requests": statistics.control_requests,
         "answers_rejected": statistics.rejected,
-        "samples": None
-        if not statistics.voted
-        else {
-            "rows": statistics.voted,
-            "asked": statistics.samples,
-            "spared": statistics.samples_spared,
-            "identical": statistics.samples_are_identical,
-            "rows_identical": statistics.samples_identical,
-        },
+        **({} if statistics.cascade is None else {"cascade": statistics.cascade.to_json()}),
+        "samples": _samples_json(statistics) if statistics.voted else None,
         "schema_note": statistics.schema_note or None,
         "peak_inflight": statistics.peak_running,
         "limits": [
@@ -151,6 +146,16 @@ def summary_json(
         "output": output or None,
         **({} if score is None else {"score": score.to_json()}),
         **({} if promise is None else {"promise": promise.to_json()}),
+    }
+
+
+def _samples_json(statistics: Statistics) -> JsonObject:
+    return {
+        "rows": statistics.voted,
+        "asked": statistics.samples,
+        "spared": statistics.samples_spared,
+        "identical": statistics.samples_are_identical,
+        "rows_identical": statistics.samples_identical,
     }
 
 

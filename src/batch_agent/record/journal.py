@@ -460,7 +460,8 @@ class Journal:
         if error is None:
             self._durable = number
             self._account.advance_written()
-            self._on_committed(commit.result(), self._committing)
+            if (lost := commit.result()) or self._committing:
+                self._on_committed(lost, self._committing)
             self._release(self._waiters.pop(number, []))
         else:
             self._fail(error if isinstance(error, StoreError) else StoreError(f"the run cannot be recorded: {error!r}"))

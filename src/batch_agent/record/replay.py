@@ -33,11 +33,12 @@ Call: TypeAlias = tuple[str, bool, CallEnded | None]  # the digest of a recorded
 
 
 class WorkReplay:
-    """``checks``: a recorded answer is used only for the same request."""
+    """``checks``: a recorded answer is used only for the same request. ``wrote`` are the calls of earlier entries of a
+    cascade that may have written: they are not made again."""
 
     __slots__ = ("_asks", "_calls", "_counts", "_cuts", "_ends", "_freed", "_numbers", "_replies", "_wrote")
 
-    def __init__(self, past: Past, *, checks: bool) -> None:
+    def __init__(self, past: Past, *, checks: bool, wrote: Iterable[Call] = ()) -> None:
         self._asks = past.asked  # answered requests of a user's worker, in the order of their answers
         self._replies = {(ask.digest[:WHOLE], ask.nth): ask.reply for ask in self._asks}
         self._cuts: dict[str, Compacted] = {}
@@ -48,8 +49,9 @@ class WorkReplay:
         # Digests of conversations that a later request may continue, once they are needed.
         self._ends: dict[int, bytes] = {}
         self._numbers: dict[bytes, int] = {}
-        if past.left is not None:
-            self._add_calls(_writes_left(past.left))
+        before = [*wrote, *(() if past.left is None else writes_of(past.left))]
+        if before:
+            self._add_calls(before)
         for step in past.worked:
             if isinstance(step, CallBegun | CallEnded):
                 self.add_call(step, (call_digest(step.name, step.arguments), step.nth))
@@ -164,8 +166,10 @@ def _calls_of(turns: Sequence[PastTurn]) -> Iterator[Call]:
             yield call_digest(call.name, call.arguments), place in turn.begun, turn.outcomes.get(place)
 
 
-def _writes_left(left: Past) -> Iterator[Call]:
+def writes_of(left: Past) -> Iterator[Call]:
     """Yield the writes of conversations that the row left: they are not repeated, and reads are."""
+    if left.left is not None:
+        yield from writes_of(left.left)
     for digest, begun, end in _calls_of(left.turns):
         if begun:
             yield digest, True, end and replace(end, digest=digest)

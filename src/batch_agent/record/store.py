@@ -278,14 +278,16 @@ class RecordedRow:
 class Resuming:
     """How to use existing records. ``force``: rows keep their answers even if the spec changed. ``retry``: the types of
     failure that are retried; True means all, False none. ``drop``: earlier results are no longer results of the
-    run, unless a row claims them. ``cut``: rows whose answer was cut at max_tokens are asked again. ``adopted``: rows
-    that take over the record of another one, before the first row is fed."""
+    run, unless a row claims them. ``cut``: rows whose answer was cut at max_tokens are asked again. ``decides``:
+    workers decide again, from the steps of each row, which of its answers stays. ``adopted``: rows that take over the
+    record of another one, before the first row is fed."""
 
     resume: bool = False
     force: bool = False
     retry: bool | tuple[str, ...] = True
     drop: bool = False
     cut: bool = False
+    decides: bool = False
     adopted: Callable[[], Iterator[Adoption]] | None = None
 
 

@@ -20,9 +20,10 @@ from typing import Literal, TypeAlias, cast
 
 from pydantic import JsonValue
 
+from batch_agent.agent.cascade import entries_of
 from batch_agent.agent.dryrun import DryRun
 from batch_agent.agent.fingerprint import AnyWorker, matched
-from batch_agent.agent.prepare import HIDDEN, Prepared, stored_place
+from batch_agent.agent.prepare import HIDDEN, Prepared, models_of, stored_place
 from batch_agent.dispatch.row_channel import RowChannel
 from batch_agent.errors import LimitExceeded, OutputError
 from batch_agent.files.read import LazyRows
@@ -35,6 +36,7 @@ from batch_agent.record.reader import RunReader, open_run
 from batch_agent.record.rundir import OPTIONS, recorded_options
 from batch_agent.record.steps import Past
 from batch_agent.record.store import Adoption
+from batch_agent.run.cascade import edited_entries
 from batch_agent.run.matching import NAMED, Matched, Matching, readable_again
 from batch_agent.run.worker import starts_afresh
 from batch_agent.spec import BatchSpec
@@ -82,6 +84,8 @@ def options_of(prepared: Prepared) -> JsonObject:
         "backend": stored_place(prepared.where, prepared.backend.name),
         "tools": {tool.name: _hash([tool.spec, tool.version]) for tool in prepared.tools},
     }
+    if prepared.cascade is not None:
+        resolved |= {"cascade": _entries(prepared), "escalate": prepared.cascade.rule.text}
     options: JsonObject = {}
     for name in BatchSpec.model_fields:
         if name in UNRECORDED or not (name in compared or name in resolved or spec.given(name)):
@@ -92,6 +96,24 @@ def options_of(prepared: Prepared) -> JsonObject:
         else:
             options[name] = _named(value)
     return options
+
+
+def _entries(prepared: Prepared) -> list[JsonValue]:
+    """Return the entries of a cascade, without what may be a secret."""
+    assert prepared.cascade is not None
+    models, found = iter(models_of(prepared)), list[JsonValue]()
+    for entry in entries_of(prepared.cascade.whole.cascade):
+        if isinstance(entry, str):
+            found.append(entry)
+            continue
+        each = next(models)
+        shown = {name: _named(value) for name, value in entry.items() if name not in ("api_key", "tools", "extra_body")}
+        shown |= {"model": each.model, "backend": stored_place(each.where, each.backend.name)}
+        hashed = {name: entry[name] for name in ("tools", "extra_body") if name in entry}
+        if "tools" in hashed:
+            hashed["tools"] = {tool.name: _hash([tool.spec, tool.version]) for tool in each.tools}
+        found.append({**shown, **{name: _hash(value) for name, value in hashed.items()}})
+    return found
 
 
 def _named(value: object) -> JsonValue:
@@ -323,21 +345,26 @@ def _compare(
     prepared, same = matched(prepared, facts, worker)
     same = same and not (resend and facts.get("forced"))
     edits = list(differences(facts, options_of(prepared)))
+    edited = edited_entries(prepared, facts)
+    theirs, held = _answers_of(reader, edited) if edited else (0, 0)
     cut = 0
     if prepared.shapes.raised_from is not None:
         cut = sum(1 for record in reader.rows if record.get("ok") and record.get("truncated"))
     inputs = prepared.spec.inputs
     if isinstance(inputs, RowChannel):  # the rows come from another stage
-        return Changes(reader.name, edits, 0 if same else reader.rows.counts()[0], cut)
+        return Changes(reader.name, edits, theirs if same else reader.rows.counts()[0], cut)
     again = readable_again(inputs)
     if again is None:
-        return Changes(reader.name, edits, 0 if same else reader.rows.counts()[0], cut, {name: None})
+        return Changes(reader.name, edits, theirs if same else reader.rows.counts()[0], cut, {name: None})
     matching = Matching(reader, facts, prepared, worker, same=same)
     try:
         with closing(again) if isinstance(again, LazyRows) else nullcontext():
             found = matching.match(again)
         if cut:
             found = replace(found, kept=max(0, found.kept - cut))
+        if same and theirs:
+            now, more = found.kept - theirs, found.changed + theirs
+            found = replace(found, kept=max(0, now), changed=more, held=found.held + held)
         kept = found.with_answers_kept()
         each_row = _row_cost(reader, whole) if same and found.to_send else None
         rest, rest_kept = (_rest_of(reader, prepared, each, each_row) for each in (found, kept))
@@ -348,6 +375,17 @@ def _compare(
     if found.changed and each_row is not None:
         drops = f"{drops.partition(', ')[0]}, {dollars(each_row * found.changed)}".removeprefix(", ")
     return Changes(reader.name, edits, found.changed, cut, {name: found}, {name: matching}, drops, rest, rest_kept)
+
+
+def _answers_of(reader: RunReader, edited: Mapping[str, bool]) -> tuple[int, int]:
+    """Return how many rows have an answer of these entries of a cascade, and how many of them could keep it."""
+    theirs = held = 0
+    for record in reader.rows:
+        earlier = cast("list[JsonObject]", record.get("earlier") or [])
+        names = [record.get("answered_by"), *(each.get("name") for each in earlier)]
+        found = [edited[name] for name in names if isinstance(name, str) and name in edited]
+        theirs, held = theirs + bool(found), held + (bool(found) and all(found))
+    return theirs, held
 
 
 def _row_cost(reader: RunReader, whole: RunReader) -> float | None:

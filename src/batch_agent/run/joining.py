@@ -32,13 +32,13 @@ from batch_agent.record.redis.store import RedisRunStore
 from batch_agent.record.rundir import stage_names
 from batch_agent.record.served import FeederGone, ServedStore, open_served
 from batch_agent.record.store import LEASE, WorkStore
+from batch_agent.run.leases import Over
 from batch_agent.run.recording import in_thread, versions
 from batch_agent.run.run import Run
 from batch_agent.run.shared_backends import SharedBackends
 from batch_agent.run.sharing import Lending
-from batch_agent.run.spec_json import imported, pieces, read_spec
+from batch_agent.run.spec_json import ENTRY, imported, pieces, read_spec
 from batch_agent.run.trust import ROWS, Trust, owned
-from batch_agent.run.worker import Over
 
 logger = logging.getLogger("batch_agent")
 
@@ -368,8 +368,9 @@ def prepare_worker(facts: JsonObject, import_from: Path | None, trust: Trust) ->
     prepared = under_record(prepared, facts)
     with suppress(SpecError):  # a row that another stage made: it fails alone
         prepared.plan.check_first(from_json(str(facts["first"]).encode()))
-    if fingerprint_of(prepared).hex() != facts["fingerprint"]:
-        known, here = cast("dict[str, str]", facts.get("pieces", {})), pieces(prepared)
+    known, here = cast("dict[str, str]", facts.get("pieces", {})), pieces(prepared)
+    entries = [name for name in here if name.startswith(ENTRY) and known.get(name) != here[name]]
+    if entries or fingerprint_of(prepared).hex() != facts["fingerprint"]:
         differ = sorted(name for name in {*known, *here} if known.get(name) != here.get(name))
         raise SpecError(
             f"the requests of this worker would differ from those of the run in: {', '.join(differ) or 'the worker'}. "

@@ -28,7 +28,7 @@ from batch_agent.observe.text import counted
 from batch_agent.record.keys import KEY_BYTES, NAME_BYTES, Keys, row_of
 from batch_agent.record.reader import RunReader
 from batch_agent.record.store import Adoption, Identity
-from batch_agent.run.samples import identity_of
+from batch_agent.run.cascade import further_identities
 
 AT_ONCE = 1000  # lines inserted together
 NAMED = 3  # changed rows that are named
@@ -172,7 +172,7 @@ class Matching:
         self._match(f"substr(key, 1, {KEY_BYTES})", "length(key) > 0", RENAMED)
         if self._forced:
             self._match("row", "row IS NOT NULL", BY_INPUT, newest=True)
-        if self._prepared.spec.samples > 1:
+        if self._prepared.spec.samples > 1 or self._prepared.cascade is not None:
             self._db.execute("CREATE INDEX was_row ON was (row)")
         ok, _ = self._reader.rows.counts()
         if ok > self._one("SELECT count(*) FROM was WHERE taken AND rank = ?", DONE):
@@ -198,9 +198,9 @@ class Matching:
                 yield from self._samples(Identity(key, before), Identity(key, row), forced=bool(forced))
 
     def _samples(self, before: Identity, now: Identity, *, forced: bool) -> Iterator[Adoption]:
-        """Yield the later samples of a row with another input; answers that were kept by force are found by it."""
-        for number in range(1, self._prepared.spec.samples):
-            sought, sample = identity_of(before, number).row, identity_of(now, number)
+        """Yield the further agents of a row with another input; answers that were kept by force are found by it."""
+        pairs = zip(*(further_identities(each, self._prepared) for each in (before, now)), strict=True)
+        for sought, sample in ((was.row, one) for was, one in pairs):
             for (name,) in self._db.execute("SELECT name FROM was WHERE row = ?", (sought,)).fetchall():
                 yield Adoption(name, sample.key, sample.row, forced)
 
@@ -283,7 +283,8 @@ class Matching:
 
     def _link_results(self) -> None:
         """Find the recorded row of each result. A directory knows it by its input, and Redis by its index."""
-        votes = (self._prepared.spec.samples or 1) > 1  # a row with a failed first sample may have a result
+        several = self._prepared.cascade is not None
+        votes = several or (self._prepared.spec.samples or 1) > 1  # a row with a failed first sample may have a result
         rank = "0" if votes else f"CASE ok WHEN 1 THEN {DONE} ELSE {FAILED} END"
         by_index = self._one("SELECT count(*) FROM was WHERE idx IS NOT NULL") > 0
         line, was = ("idx * 4 + " + rank, "idx * 4 + rank") if by_index else (f"hex(row) || {rank}", "hex(row) || rank")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from pydantic import JsonValue
 
 from batch_agent.agent.fingerprint import RAISED, under_record
-from batch_agent.agent.prepare import Prepared
+from batch_agent.agent.prepare import Prepared, models_of
 from batch_agent.dispatch.cancellation import outlast
 from batch_agent.dispatch.row_channel import RowChannel
 from batch_agent.errors import InputError, RunRejected, RunUnreachable, SpecError, StoreError
@@ -34,6 +34,7 @@ from batch_agent.record.redis.store import ANNOUNCED, RedisRunStore
 from batch_agent.record.row_json import encode_result, encode_row
 from batch_agent.record.rundir import OPTIONS, REVIEWED, SCHEMA, State
 from batch_agent.record.store import OBSERVED, Account, Increment, Resuming, RunStore, Store
+from batch_agent.run.cascade import cascade_facts, with_recorded_models
 from batch_agent.run.changes import Changes, OnChange, options_of
 from batch_agent.run.control import Inside
 from batch_agent.run.spec_json import pieces, schema_json, spec_json
@@ -43,7 +44,7 @@ from batch_agent.spec import BatchSpec
 from batch_agent.version import __version__
 
 if TYPE_CHECKING:
-    from batch_agent.run.worker import Leases
+    from batch_agent.run.leases import Leases
 
 R = TypeVar("R")
 logger = logging.getLogger("batch_agent")
@@ -133,7 +134,9 @@ async def as_recorded(prepared: Prepared, store: Store | None) -> Prepared:
     """Return a run that this process feeds, with the max_tokens of its record."""
     if store is None:
         return prepared
-    return under_record(prepared, await store.facts() or {})
+    facts = await store.facts() or {}
+    prepared = under_record(prepared, facts)
+    return prepared if prepared.cascade is None else with_recorded_models(prepared, facts)
 
 
 async def in_thread(function: Callable[[], R]) -> R:
@@ -174,7 +177,8 @@ def resuming_of(prepared: Prepared, on_change: OnChange, changes: Changes | None
     kinds = retry if isinstance(retry, bool) else (retry,) if isinstance(retry, str) else tuple(retry)
     keeps, raised = on_change == "keep", prepared.shapes.raised_from is not None
     adopted = None if changes is None else changes.adoptions(stage, keeps=keeps)
-    return Resuming(spec.resume or keeps, keeps, kinds, drop=on_change == "resend", cut=raised, adopted=adopted)
+    how = {"drop": on_change == "resend", "cut": raised, "decides": prepared.cascade is not None}
+    return Resuming(spec.resume or keeps, keeps, kinds, **how, adopted=adopted)
 
 
 def facts_of(
@@ -202,6 +206,8 @@ def facts_of(
         SCHEMA: None if prepared.schema is None else prepared.schema.written_schema,
         REVIEWED: _review_facts(prepared),
     }
+    if prepared.cascade is not None:
+        facts["cascade"] = cascade_facts(prepared)
     if prepared.gold is not None:
         facts[GOLD_FACT] = prepared.gold.facts
     if shapes.raised_from is not None:
@@ -242,13 +248,15 @@ def facts_for_workers(
         shown = "null" if isinstance(first, UnreadableRow) else encode_row(first).decode()
     except InputError:  # this row fails alone
         shown = "null"
-    model: JsonObject = {} if prepared.model is None else {"model": prepared.spec.model or prepared.model}
+    unnamed = prepared.model is None or prepared.cascade is not None
+    model: JsonObject = {} if unnamed else {"model": prepared.spec.model or prepared.model}
     facts: JsonObject = {"spec": {**spec_json(prepared), **model}, "first": shown, "pieces": {**pieces(prepared)}}
     facts |= {"asked": asked_json(prepared), "lease": prepared.spec.lease, "keep": prepared.spec.keep}
     facts |= {} if inside is None else inside.facts(prepared)
     if row_schema is not None:
         facts[ROWS] = schema_json(row_schema)
-    hosts = {*hosts_of(prepared.backend), *cast("list[str]", facts.get(HOSTS, ()))}
+    own = {host for each in models_of(prepared) for host in hosts_of(each.backend)}
+    hosts = {*own, *cast("list[str]", facts.get(HOSTS, ()))}
     return sign({**facts, HOSTS: [*sorted(hosts)]} if hosts else facts)
 
 

@@ -31,7 +31,6 @@ from batch_agent.compiler.plan import Plan
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.cancellation import first_error, outlast
 from batch_agent.dispatch.members import following
-from batch_agent.dispatch.rate_mark import RateMark
 from batch_agent.errors import RunUnreachable, SpecError
 from batch_agent.events import DrainStarted, Ended, LimitChanged, ModelChosen, RunFinished, RunStarted, Sink
 from batch_agent.job import AgentResult
@@ -52,25 +51,27 @@ from batch_agent.record.store import LEASE, RunStore, Store, WorkStore
 from batch_agent.record.timeline import Line
 from batch_agent.results import Results
 from batch_agent.run import recording
+from batch_agent.run.cascade import Ladder, look_for_models
 from batch_agent.run.changes import Changes, OnChange, compare
 from batch_agent.run.control import Controls, Inside
 from batch_agent.run.crew import crew_of
 from batch_agent.run.delivery import Delivery
 from batch_agent.run.feeder import WAIT, Feeder
 from batch_agent.run.garbage import collecting_rarely
-from batch_agent.run.observers import Observers, is_observed
+from batch_agent.run.leases import Leases, Over
+from batch_agent.run.observers import is_observed
 from batch_agent.run.pilot import Pilot, results_of_pilot
 from batch_agent.run.promise import PromiseOfRun
 from batch_agent.run.recording import in_thread, open_record
 from batch_agent.run.rows import Rows
 from batch_agent.run.scoring import RunScoring, gold_of_run, measured, score_of_run
 from batch_agent.run.serving import Serving
-from batch_agent.run.shared import Shared, health_change, labelled, open_dispatcher, open_spending, tell_unanswered
+from batch_agent.run.shared import Shared, health_change, labelled, open_shared, tell_unanswered
 from batch_agent.run.shares import Shares
 from batch_agent.run.sharing import Lending, shared_budgets
 from batch_agent.run.spec_json import spec_json
 from batch_agent.run.watch import Watch
-from batch_agent.run.worker import Leases, Over, Worker
+from batch_agent.run.worker import Worker
 from batch_agent.run.workshop import Workshop
 from batch_agent.scheduler.server import Endpoint
 from batch_agent.spec import BatchSpec
@@ -161,11 +162,7 @@ class Run(Generic[T]):
         prepared, on_health = self._prepared, self._health_changed
         if within is not None:
             return within.inside(prepared, self.id, self._emit, on_health, self._stage)
-        dispatcher = open_dispatcher(prepared, self.id, clock, self._emit, on_health)
-        dispatchers = {prepared.backend.name: dispatcher}
-        dispatcher.spending = spending = open_spending(prepared, dispatchers, self._out_of_budget)
-        rate_mark = None if self._directory is None else RateMark(self._directory)
-        return Shared(clock, self._emit, dispatcher, spending, dispatchers, self._directory, rate_mark, Observers())
+        return open_shared(prepared, self.id, clock, self._emit, on_health, self._directory, self._out_of_budget)
 
     # For the user of a run
 
@@ -420,10 +417,9 @@ class Run(Generic[T]):
                 async with asyncio.TaskGroup() as first:
                     self._reader = first.create_task(self._check_first())
             self._emit_start()
-            await self.shared.keep_jobs(self._prepared.backend, self._opened)
             if not self._feeds or self._rows.seen:  # without inputs nothing is sent or recorded
                 backend = self._prepared.backend
-                async with recording.announced(self._record), backend:
+                async with recording.announced(self._record), self.shared.backends(self._prepared, self._opened):
                     with following(backend, self.shared.dispatcher) as follower:
                         unanswered = partial(tell_unanswered, self._emit, self.id, self.shared.clock)
                         prepared = await learn_context(await choose_model(self._prepared, unanswered))
@@ -480,6 +476,9 @@ class Run(Generic[T]):
         if prepared.model is not None:
             shared.models.setdefault(prepared.backend.name, set()).add(prepared.model)
         self._prepared = prepared = await recording.as_recorded(prepared, self._record)
+        if prepared.cascade is not None and self._inside is None:
+            self._prepared = prepared = await look_for_models(prepared)
+            self.shared.ladder = Ladder(prepared, self.shared.dispatchers, self._metrics)
         shapes = prepared.shapes
         spending.set_terms((shapes.first, shapes.later, shapes.repair), prepared.prices, prepared.backend)
         if self._outer is not None:
@@ -763,7 +762,7 @@ class Run(Generic[T]):
         total = None if self._inside is not None else self._prepared.plan.total
         every = self._feed.ended or (total is not None and statistics.done == total)
         if every and not statistics.interrupted:
-            return "complete", None
+            return "unreachable" if self.shared.unasked else "complete", None
         if over is None:
             stopped = self.pilot_rows is not None and self.pilot_rows.stopped and not self._leaving
             return "out of budget" if self.shared.spending.exhausted else "pilot" if stopped else "drained", None

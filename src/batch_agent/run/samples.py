@@ -33,6 +33,11 @@ def identity_of(row: Identity, number: int) -> Identity:
     return Identity(_of_sample(asked_of(row.key), number), _of_sample(row.row, number))
 
 
+def samples_of(row: Identity, count: int) -> list[Identity]:
+    """Return the identities of the samples of a row."""
+    return [identity_of(row, number) for number in range(count)]
+
+
 def _of_sample(digest: bytes, number: int) -> bytes:
     return blake2b(digest + b" sample %d" % number, digest_size=KEY_BYTES).digest()
 

@@ -7,15 +7,17 @@ limits. An inner run may have its own directory, for its journal and its results
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from batch_agent.agent.prepare import Prepared
+from batch_agent.agent.prepare import Prepared, models_of
 from batch_agent.backends.base import Backend
 from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.endpoints import OnHealth
+from batch_agent.dispatch.members import following
 from batch_agent.dispatch.rate_mark import RateMark
 from batch_agent.dispatch.spending import Spending
 from batch_agent.errors import BackendError
@@ -33,6 +35,7 @@ from batch_agent.spec import BatchSpec
 from batch_agent.tools.pool import ToolPool
 
 if TYPE_CHECKING:
+    from batch_agent.run.cascade import Ladder
     from batch_agent.run.changes import Changes
     from batch_agent.run.feeder import Feeder
     from batch_agent.run.sharing import Lending
@@ -63,6 +66,7 @@ class Shared:
     changes: Changes | None = None  # of a resumed run, since it was compared with its record
     paced: bool = False
     observed: bool = False
+    ladder: Ladder | None = None  # the entries of a cascade, while its run works
     _was_overdue: bool = False
     _most_slots: int = 0
 
@@ -76,16 +80,22 @@ class Shared:
         """Return the state of a run inside this one: its slots are those of its backend."""
         if self.spending.rows is not None:
             self.spending.rows.stage(stage, run)
-        dispatcher = self.dispatchers.get(prepared.backend.name)
-        if dispatcher is None:
-            dispatcher = open_dispatcher(prepared, run, self.clock, emit, on_health)
-            self.dispatchers[prepared.backend.name] = dispatcher
-            dispatcher.spending = self.spending
-        return replace(self, emit=emit, dispatcher=dispatcher, pool=None)
+        for each in models_of(prepared):
+            if each.backend.name not in self.dispatchers:
+                dispatcher = open_dispatcher(each, run, self.clock, emit, on_health)
+                self.dispatchers[each.backend.name] = dispatcher
+                dispatcher.spending = self.spending
+        dispatcher = self.dispatchers[prepared.backend.name]
+        return replace(self, emit=emit, dispatcher=dispatcher, pool=None, ladder=None)
 
     @property
     def cannot_continue(self) -> bool:
         return self.dispatcher.over is not None or bool(self.spending.exhausted)
+
+    @property
+    def unasked(self) -> str:
+        """Which rows of a cascade wait for a model that did not answer, or ""."""
+        return "" if self.ladder is None else self.ladder.unasked
 
     @property
     def slots(self) -> int | None:
@@ -107,6 +117,8 @@ class Shared:
         """Return why a run ended in this way, or ""."""
         if ended == "out of budget":
             return self.spending.exhausted
+        if self.unasked and ended == "unreachable":
+            return self.unasked
         if ended == "pilot":
             return "the rows of its pilot are done"
         over = self.dispatcher.over
@@ -144,6 +156,20 @@ class Shared:
         if mark is not None and (spec.rpm is not None or spec.tpm is not None):
             self.dispatcher.endpoints.rate_limits.keep(mark, self.dispatcher.scheduler.endpoints)
 
+    @asynccontextmanager
+    async def backends(self, prepared: Prepared, store: Store) -> AsyncIterator[None]:
+        """Open the backend of a run, and those of the later entries of its cascade."""
+        async with AsyncExitStack() as extent:
+            for each in models_of(prepared):
+                backend = each.backend
+                await self.keep_jobs(backend, store)
+                await extent.enter_async_context(backend)
+                if each is not prepared:
+                    follower = extent.enter_context(following(backend, self.dispatchers[backend.name]))
+                    if follower is not None:
+                        follower.use(filter(None, (each.model, each.spec.compaction_model)))
+            yield
+
     def set_paused(self, paused: bool) -> None:
         for dispatcher in self.dispatchers.values():
             dispatcher.pause() if paused else dispatcher.resume()
@@ -156,6 +182,27 @@ class Shared:
             logger.warning("%s is slow, or in use: no request is sent while a commit waits", where)
         for dispatcher in self.dispatchers.values():
             dispatcher.slots.set_paused_by(journal, overdue)
+
+
+def open_shared(
+    prepared: Prepared,
+    run: str,
+    clock: Clock,
+    emit: Sink,
+    on_health: OnHealth,
+    directory: Path | None,
+    on_exhausted: Callable[[str], None],
+) -> Shared:
+    """Return the state of an outermost run."""
+    dispatchers: dict[str, Dispatcher] = {}
+    spending = open_spending(prepared, dispatchers, on_exhausted)
+    for each in models_of(prepared):
+        if each.backend.name not in dispatchers:
+            dispatchers[each.backend.name] = dispatcher = open_dispatcher(each, run, clock, emit, on_health)
+            dispatcher.spending = spending
+    rate_mark = None if directory is None else RateMark(directory)
+    own = dispatchers[prepared.backend.name]
+    return Shared(clock, emit, own, spending, dispatchers, directory, rate_mark, Observers())
 
 
 def open_spending(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from batch_agent.agent.prepare import Prepared
+from batch_agent.agent.prepare import Prepared, place_of_backend
 from batch_agent.backends.base import Backend
 
 Wrap = Callable[[Backend, str | None], Backend]
@@ -19,11 +19,11 @@ class SharedBackends:
         self._known: dict[tuple[object, ...], Backend] = {}
 
     def share(self, prepared: Prepared) -> Prepared:
-        """Return the run with the backend of an earlier run that has the same address, or with its own."""
-        spec = prepared.spec
-        where = spec.runtime if spec.backend is None else spec.backend
-        place = where if isinstance(where, str | None) else id(where)
-        key = (prepared.backend.name, place, spec.api_key, spec.cache)
+        """Return the run with the backend of an earlier run that has the same address, or with its own. So it is with
+        the entries of a cascade."""
+        if prepared.cascade is not None:
+            prepared = replace(prepared, cascade=prepared.cascade.with_each(self.share))
+        key = place_of_backend(prepared)
         if key not in self._known:
-            self._known[key] = self._wrap(prepared.backend, spec.api_key)
+            self._known[key] = self._wrap(prepared.backend, prepared.spec.api_key)
         return replace(prepared, backend=self._known[key])

@@ -18,9 +18,9 @@ from batch_agent.record.journal import Journal
 from batch_agent.record.store import Store
 from batch_agent.run.control import Controls
 from batch_agent.run.feeder import Feeder
+from batch_agent.run.leases import Leases
 from batch_agent.run.shared import Shared
 from batch_agent.run.sharing import FEEDER, Lending, shared_budgets
-from batch_agent.run.worker import Leases
 from batch_agent.scheduler.budget import NOTHING, Amount
 
 

@@ -17,7 +17,9 @@ from typing import Any, cast
 
 from pydantic import JsonValue
 
-from batch_agent.agent.prepare import Prepared, stored_place
+from batch_agent.agent.cascade import entries_of, label_of
+from batch_agent.agent.fingerprint import fingerprint_of
+from batch_agent.agent.prepare import Prepared, models_of, stored_place
 from batch_agent.errors import SpecError
 from batch_agent.files.results import from_json, to_json
 from batch_agent.foreign import describe, name_of
@@ -36,17 +38,21 @@ FEEDERS = {
     *("lease", "keep", "feed_only", "cluster", "pilot", "pilot_key", "pilot_only"),
     *("promise", "max_people", "people_error", "truth", "beacon"),
 }
-REFERENCES = ("worker", "compaction", "vote")
+REFERENCES = ("worker", "compaction", "vote", "escalate")
+ENTRY = "the entry "  # of a cascade, before its name
 HINT = "define it at the top of a module that every worker can import (batch-agent work --import-from DIR)"
 
 
 def spec_json(prepared: Prepared) -> JsonObject:
     """Return the options that workers need, as JSON. Raises SpecError for a value that other processes cannot use."""
-    spec = prepared.spec
+    spec, cascade = prepared.spec, prepared.cascade
+    whole = spec if cascade is None else cascade.whole  # whose entries have options of their own
     options: dict[str, JsonValue] = {"no_hoist": True, "task": spec.task}
-    for name in sorted(spec.model_fields_set - FEEDERS):
-        value = getattr(spec, name)
-        if name == "tools":
+    for name in sorted(whole.model_fields_set - FEEDERS):
+        value: Any = spec.examples if name == "examples" else getattr(whole, name)
+        if name == "cascade":
+            options[name] = _entries(prepared)
+        elif name == "tools":
             options[name] = [_tool(tool) for tool in _flat(value)]
         elif name == "output_schema":
             options[name] = schema_json(value)
@@ -60,6 +66,8 @@ def spec_json(prepared: Prepared) -> JsonObject:
             options[name] = _place(value, name)
         else:
             options[name] = cast(JsonValue, from_json(to_json(value)))
+    if cascade is not None:
+        return options
     if prepared.model is not None and spec.model is None:
         options["model"] = prepared.model
     if spec.backend is None and isinstance(prepared.where, str | list):  # from the record or the environment
@@ -78,10 +86,13 @@ def read_spec(options: JsonObject, inputs: object, import_from: Path | None) -> 
     if directory not in sys.path[:1]:
         sys.path.insert(0, directory)
     read: dict[str, Any] = dict(options)
-    if "tools" in read:
-        read["tools"] = [
-            imported(tool) if ":" in tool and not tool.startswith("mcp:") else tool for tool in read["tools"]
-        ]
+    if isinstance(read.get("cascade"), list):
+        read["cascade"] = [dict(entry) if isinstance(entry, dict) else entry for entry in read["cascade"]]
+    for given in (read, *(entry for entry in read.get("cascade") or () if isinstance(entry, dict))):
+        if "tools" in given:
+            given["tools"] = [
+                imported(tool) if ":" in tool and not tool.startswith("mcp:") else tool for tool in given["tools"]
+            ]
     for name in ("output_schema", *REFERENCES):
         if isinstance(read.get(name), str) and ":" in read[name]:
             read[name] = imported(read[name])
@@ -121,6 +132,31 @@ def _resolved(module: str, name: str) -> object:
         return resolve_name(f"{module}:{name}")
     except (ImportError, AttributeError, ValueError):
         return None
+
+
+def _entries(prepared: Prepared) -> list[JsonValue]:
+    """Return the entries of a cascade, with the models that are known."""
+    assert prepared.cascade is not None
+    models, found = iter(models_of(prepared)), list[JsonValue]()
+    for entry in entries_of(prepared.cascade.whole.cascade):
+        if isinstance(entry, str):
+            found.append(entry)
+            continue
+        if entry.get("api_key") is not None:
+            raise SpecError("cascade: api_key would be stored with the run; set keys in the environment of each worker")
+        each = next(models)
+        options: dict[str, JsonValue] = {"label": label_of(entry), "doubt": each.spec.doubt}
+        for name, value in entry.items():
+            if name == "tools":
+                options[name] = [_tool(tool) for tool in _flat(value)]
+            elif name == "backend":
+                options[name] = _place(value, name)
+            else:
+                options[name] = cast(JsonValue, from_json(to_json(value)))
+        if each.model is not None and entry.get("model") is None:
+            options["model"] = each.model
+        found.append(options)
+    return found
 
 
 def _flat(tools: Sequence[object]) -> list[object]:
@@ -199,6 +235,9 @@ def pieces(prepared: Prepared) -> dict[str, str]:
         "worker": None if spec.worker is None else name_of(spec.worker),
         "samples": None if spec.samples == 1 else [spec.samples, spec.seed],
     }
+    for entry in () if prepared.cascade is None else prepared.cascade.later:
+        known = None if entry.prepared.model is None else fingerprint_of(entry.prepared).hex()
+        asked[f"{ENTRY}{entry.label}"] = known
     for tool in prepared.tools:
         asked[f"the tool {tool.name}"] = [tool.version, tool.spec]
     for shape in prepared.shapes.asked:

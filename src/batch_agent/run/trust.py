@@ -30,6 +30,7 @@ from batch_agent.files.results import from_json, to_json
 from batch_agent.fleet.backend import STANDBY, TRAITS, Fleet
 from batch_agent.fleet.hostfile import Hostfile, parse_hosts
 from batch_agent.messages import JsonObject
+from batch_agent.trust.escalate import is_reference
 
 SECRET, ALLOW = "BATCH_AGENT_CLUSTER_SECRET", "BATCH_AGENT_ALLOW"
 ROWS, HOSTS = "row_schema", "hosts"  # facts: the class of the rows; the servers in hostfiles
@@ -53,10 +54,16 @@ def things_of(facts: Mapping[str, object]) -> list[str]:
 
 
 def _things_in(spec: Mapping[str, object]) -> Iterator[str]:
+    entries = spec.get("cascade")
+    for entry in entries if isinstance(entries, list) else ():
+        if isinstance(entry, Mapping):
+            yield from _things_in(entry)
     for name in PLACES:
         yield from _addresses(spec.get(name))
     yield from (str(tool) for tool in cast("list[object]", spec.get("tools") or ()))
     yield from (str(value) for name in NAMES if isinstance(value := spec.get(name), str) and value not in MODES)
+    if isinstance(rule := spec.get("escalate"), str) and is_reference(rule):
+        yield rule
     votes = spec.get("vote")
     for how in votes.values() if isinstance(votes, Mapping) else [votes]:
         if isinstance(how, str) and ":" in how:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
-from batch_agent.agent.agent import InnerWorker
+from batch_agent.agent.agent import InnerWorker, tool_loop
+from batch_agent.agent.cascade import union_of_tools
 from batch_agent.agent.compaction import open_compactor
 from batch_agent.agent.dialogue import Resources
 from batch_agent.agent.fingerprint import rows_under
@@ -16,6 +18,7 @@ from batch_agent.agent.tool_prewarm import ToolPrewarm, open_tool_prewarm
 from batch_agent.agent.touches import Touches
 from batch_agent.agent.user_worker import RunModels, open_worker
 from batch_agent.dispatch.calibration import calibration
+from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.feed import Feed
 from batch_agent.dispatch.load_poller import poll_load
 from batch_agent.dispatch.policy import Policy
@@ -23,9 +26,11 @@ from batch_agent.observe.metrics import Emit
 from batch_agent.record.journal import Journal, ShapeDigests
 from batch_agent.record.keys import Keys
 from batch_agent.run.cache_watch import cache_watch, touches_for
+from batch_agent.run.cascade import EntryDesk
 from batch_agent.run.feeder import Feeder
+from batch_agent.run.leases import Leases
 from batch_agent.run.shared import Shared
-from batch_agent.run.worker import Leases, Worker
+from batch_agent.run.worker import Worker
 from batch_agent.tools.pool import ToolPool
 
 
@@ -65,10 +70,12 @@ class Workshop:
             AsyncExitStack() as extent,
         ):
             shared.pool = pool
-            resources = self._resources(pool, touches, loops=loops)
+            resources = self._resources(pool, touches, prepared, shared.dispatcher, loops=loops)
             resources.compactor = await extent.enter_async_context(open_compactor(prepared, resources))
             function = await extent.enter_async_context(open_worker(prepared, inner, shared.spending))
             pool.models = await extent.enter_async_context(RunModels(resources, prepared, shared.spending))
+            if shared.ladder is not None:
+                await extent.enter_async_context(shared.ladder.opened(partial(self._desk, pool)))
             feeder = self._feeder
             self.worker = Worker(
                 self._leases,
@@ -85,18 +92,36 @@ class Workshop:
                 begun=set() if feeder is None else feeder.begun,
                 retry_from=spec.retry_from,
                 voting=prepared.voting if loops else None,
+                ladder=shared.ladder,
             )
             yield self.worker
             watch.tell()
 
-    def _resources(self, pool: ToolPool, touches: Touches | None, *, loops: bool) -> Resources:
-        prepared, shared, spec = self._prepared, self._shared, self._prepared.spec
+    @asynccontextmanager
+    async def _desk(self, pool: ToolPool, prepared: Prepared, dispatcher: Dispatcher) -> AsyncIterator[EntryDesk]:
+        """Yield what the agents of a later entry of a cascade work with. They share the tools of the run."""
+        shapes, name = prepared.shapes, prepared.backend.name
+        self._shared.spending.set_terms((shapes.first, shapes.later, shapes.repair), prepared.prices, prepared.backend)
+        if prepared.model is not None:
+            self._shared.models.setdefault(name, set()).add(prepared.model)
+        async with (
+            poll_load(prepared.backend, dispatcher, None, lambda full: None),
+            calibration(prepared.backend, dispatcher, prepared.model or "", wanted=prepared.spec.calibrate_backend),
+        ):
+            resources = self._resources(pool, None, prepared, dispatcher, loops=True)
+            async with open_compactor(prepared, resources) as resources.compactor:
+                yield EntryDesk(resources, tool_loop, True, prepared.voting)
+
+    def _resources(
+        self, pool: ToolPool, touches: Touches | None, prepared: Prepared, dispatcher: Dispatcher, *, loops: bool
+    ) -> Resources:
+        shared, spec, is_first = self._shared, prepared.spec, prepared is self._prepared
         capabilities = prepared.backend.capabilities
         can_start_early = any(pool.can_start_early(tool.name) for tool in prepared.tools)
-        usual = max(endpoint.health.slowest for endpoint in shared.dispatcher.scheduler.endpoints)
+        usual = max(endpoint.health.slowest for endpoint in dispatcher.scheduler.endpoints)
         return Resources(
             backend=prepared.backend,
-            dispatcher=shared.dispatcher,
+            dispatcher=dispatcher,
             policy=Policy(
                 spec.max_retries,
                 timeout=prepared.turn_limit_seconds,
@@ -116,20 +141,21 @@ class Workshop:
             early_tools=spec.streaming_tool_dispatch and capabilities.streaming and can_start_early,
             ends_with_answer=loops,
             keeps_cut_text=spec.truncated == "keep",
-            prewarm=self.prewarm,
-            touches=touches if shared.dispatcher.scheduler.parts.touch else None,
+            prewarm=self.prewarm if is_first else None,
+            touches=touches if dispatcher.scheduler.parts.touch else None,
             # A user's worker may send other requests first, or none.
             lead=lead_of(prepared.plan, capabilities, prepared.max_inflight, usual) if loops else None,
             traces=shared.observers.traces,
             hints=spec.nvext_agent_hints,
             digests=ShapeDigests(),
             doubted=prepared.doubted if loops else None,
+            offered=None if shared.ladder is None else frozenset(tool.name for tool in prepared.tools),
         )
 
     def _tools(self) -> ToolPool:
         spec, lender = self._prepared.spec, self._shared.lender
         return ToolPool(
-            self._prepared.tools,
+            self._prepared.tools if self._prepared.cascade is None else union_of_tools(self._prepared),
             timeout=spec.timeout_per_tool,
             spawn=asyncio.get_running_loop().create_task,
             on_waiting=self._shared.dispatcher.set_at_tools,

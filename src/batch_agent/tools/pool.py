@@ -15,7 +15,7 @@ import inspect
 import logging
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -311,11 +311,16 @@ class ToolPool:
             task._log_destroy_pending = False  # type: ignore[attr-defined]  # logged above
             self._tasks[task].finish(_CANCELLED)
 
-    def _unknown(self, name: str) -> UnknownTool:
-        near = difflib.get_close_matches(name, self._offers, n=1)
+    def refuse(self, name: str, offered: Collection[str]) -> PendingCall:
+        """Return the failed call of a tool that its agent was not offered."""
+        return EndedCall(_failure(self._unknown(name, offered), 0.0))
+
+    def _unknown(self, name: str, offered: Collection[str] | None = None) -> UnknownTool:
+        known = [*self._offers] if offered is None else sorted(offered)
+        near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         shown = name if len(name) <= 64 else f"{name[:64]}..."
-        return UnknownTool(f"there is no tool {shown!r}; {hint}The tools are: {', '.join(self._offers) or 'none'}")
+        return UnknownTool(f"there is no tool {shown!r}; {hint}The tools are: {', '.join(known) or 'none'}")
 
     def _share(
         self, offer: _Offer, arguments: Arguments, key: Key, context: ToolContext | None, trace: TraceOf | None

@@ -25,6 +25,7 @@ from typing import Any, Self, TypeVar, cast
 from pydantic import JsonValue
 
 from batch_agent.agent.prepare import Prepared, prepare, recorded_facts
+from batch_agent.agreement import OF_ENTRIES
 from batch_agent.backends.registry import BACKEND_VARIABLE
 from batch_agent.blocking import in_thread
 from batch_agent.compiler.fields import field_names, fields_of, listed, own_id
@@ -432,7 +433,10 @@ class Flow:
     def _prepare(self, name: str, options: Mapping[str, Any]) -> Prepared:
         if any(node.name == name for node in self.nodes):
             raise SpecError(f"two stages are called {name!r}: give each its own name, with name=")
-        known = {**self._options, **options}
+        inherited = self._options
+        if options.get("cascade") is not None:  # its entries name their own backends
+            inherited = {option: value for option, value in inherited.items() if option not in OF_ENTRIES}
+        known = {**inherited, **options}
         for place in RUN_DIR:
             if (given := known.get(place)) is not None:
                 known[place] = posixpath.join(given, name)  # a path or a URL

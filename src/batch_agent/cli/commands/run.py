@@ -81,6 +81,7 @@ from batch_agent.run.promise import priced as priced_promise
 from batch_agent.run.promise import standing_of
 from batch_agent.run.run import Run
 from batch_agent.run.scoring import final_score
+from batch_agent.run.shared_backends import SharedBackends
 from batch_agent.spec import BatchSpec
 from batch_agent.tools.execution import ToolStatistics
 from batch_agent.topology.flow import Flow
@@ -117,6 +118,7 @@ def run_command(options: argparse.Namespace) -> int:
         log = RequestLog(verbose=options.verbose, log_file=options.log_file, files=files)
         run, spec, inputs = _loaded(options, log)
         refuse_unrecorded(options, spec)
+        _refuse_unreviewable(run)
         if (ended := go_on(options, run, spec.run_dir)) is not None:
             return ended
         for prepared in run.parts.values():
@@ -134,8 +136,15 @@ def _loaded(options: argparse.Namespace, log: RequestLog) -> tuple[Run[object] |
         return flow, flow.spec, flow.inputs
     spec = load_spec(options)
     prepared = prepare(spec)
-    prepared = replace(prepared, backend=log.wrap(prepared.backend, spec.api_key))
+    prepared = SharedBackends(log.wrap).share(prepared)
     return Run[object](prepared, command=command_of(options)), spec, spec.inputs
+
+
+def _refuse_unreviewable(run: Run[object] | Flow) -> None:
+    """Raise SpecError for rows that people could not review, because nothing is recorded."""
+    for prepared in run.parts.values():
+        if prepared.cascade is not None and prepared.cascade.people and prepared.spec.run_dir is None:
+            raise SpecError("people review the record of a run: leave out --no-run-dir")
 
 
 def comparison_of(options: argparse.Namespace, plan: DryRun | PipelinePlan) -> Comparison | None:
@@ -297,7 +306,8 @@ async def _run(
         code = code if all_ok or code != ALL_OK else ROWS_FAILED
         unmet = taken is not None and taken.options.require and (score is None or score.unmet)
         unmet = unmet or (promise is not None and not promise.kept)
-        return REQUIRED if unmet and code in (ALL_OK, ROWS_FAILED) else code
+        waits = report.people_wait(statistics())
+        return REQUIRED if (unmet or waits) and code in (ALL_OK, ROWS_FAILED) else code
 
 
 async def _results(run: Run[object] | Flow) -> AsyncIterator[tuple[AgentResult[object], OutputSchema[object] | None]]:
@@ -426,6 +436,15 @@ class Reporter:
             yield f"{counted(self._writer.written, 'result')} in {self._writer.destination}"
         yield from self._named_record(statistics)
 
+    def people_wait(self, statistics: Statistics) -> bool:
+        """Say how many rows wait for people, if the models have nothing to do. Returns whether there are any."""
+        count = 0 if statistics.cascade is None else statistics.cascade.for_people
+        if not count or statistics.ended != "complete":
+            return False
+        where = shlex.quote(harmless(self._record(statistics) or self._name))
+        say(f"{rows(count)} {'waits' if count == 1 else 'wait'} for people: batch-agent review {where}", wrap=False)
+        return True
+
     def _say_overall(self, statistics: Statistics) -> None:
         """Print the totals of a run that has earlier sessions: the summary is about this one."""
         if self._record(statistics) is None or self._place is None:
@@ -502,6 +521,8 @@ def _is_as_it_was(view: RunSnapshot, options: argparse.Namespace) -> bool:
     if options.inputs == STDIN or is_pipeline(options) or not isinstance(recorded, dict) or recorded.get("failed"):
         return False
     prepared = BatchAgent.plan(load_spec(options))
+    if prepared.cascade is not None:  # its answers are decided again
+        return False
     inputs = prepared.spec.inputs
     with closing(inputs) if isinstance(inputs, LazyRows) else nullcontext():
         if not isinstance(inputs, Iterable):

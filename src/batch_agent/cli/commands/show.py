@@ -419,9 +419,21 @@ def _trust(record: Record, page: Page) -> Iterator[str]:
     if lines:
         asked = f" of {counted(len(samples), 'sample')}" if isinstance(samples, list) else ""
         yield page.said(f"votes{asked}; the conversation above is that of the first", "\n".join(lines))
+    for each in cast("list[Record]", record.get("earlier") or ()):
+        error = cast("Record | None", each["error"])
+        said = to_json(each["output"]).decode() if error is None else f"{error['type']}: {error['message']}"
+        yield page.said(f"asked too: {harmless(str(each['name']))}{_doubted(each.get('doubt'))}", said)
+    if (by := record.get("answered_by")) is not None:
+        waits = record.get("waits_for")
+        later = "" if waits is None else f"; the row waits for {harmless(str(waits))}"
+        yield page.said("answered by", f"{harmless(str(by))}{later}")
     if isinstance(doubts, dict):
         known = (f"{name}: {'not known' if doubt is None else f'{doubt:.2f}'}" for name, doubt in doubts.items())
         yield page.said("doubt, from 0 to 1", "\n".join(known))
+
+
+def _doubted(doubt: object) -> str:
+    return f", doubt {doubt:.2f}" if isinstance(doubt, int | float) else ""
 
 
 def _artifact(name: str, path: Path, page: Page) -> Iterator[str]:

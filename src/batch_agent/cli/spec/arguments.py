@@ -57,8 +57,8 @@ exit status:
   4      unreachable: the server was down for longer than --max-outage, or never
          answered; resume the run when the server is back
   5      cancelled: batch-agent control or the page cancelled the run; resume it
-  6      what --require asks of the score is not met; the message says why. It
-         replaces 0 and 2
+  6      what --require asks of the score is not met, or rows of a cascade wait
+         for people; the message says which. It replaces 0 and 2
   7      stopped after the pilot: the last line is the command that continues
   128+n  stopped by signal n: 130 second Ctrl-C, 143 SIGTERM, 129 the terminal was
          closed (SIGHUP), 141 standard output was closed

@@ -178,7 +178,8 @@ def _directory(options: argparse.Namespace) -> Path:
 
 # Arguments that are stored. A command line cannot contain a key, and no other secret may be stored.
 KEPT = (*FLAGS.values(), "set", "inputs", "format", "env_file", "output", "ordered", "limit", *CLUSTER)
-PATHS = {"inputs", "output", "env_file", *(FLAGS[name] for name in FLAGS if Path in kinds(BatchSpec, name))} - {"gold"}
+NO_PATHS = {"gold", "cascade"}  # they may be something else
+PATHS = {"inputs", "output", "env_file", *(FLAGS[name] for name in FLAGS if Path in kinds(BatchSpec, name))} - NO_PATHS
 DIRECTORY = "directory"  # in which the command was started
 LEFT_OUT = "left_out"  # names of arguments that were given but not stored
 
@@ -241,6 +242,8 @@ def _may_be_secret(name: str, value: str | list[str]) -> bool:
     """Return whether an argument may contain a password or key: the URL of a backend or of an MCP server may."""
     if name == FLAGS["tools"]:
         return any(tool.startswith(f"{MCP}http") and ("@" in tool or "?" in tool) for tool in value)
+    if name == "cascade":
+        return any(mark in value for mark in ("@", "api_key", "headers"))
     return name == "backend" and "@" in value
 
 

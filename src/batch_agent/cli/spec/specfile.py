@@ -23,6 +23,7 @@ from typing import Any
 
 import yaml
 
+from batch_agent.agent.cascade import entries_of
 from batch_agent.cli.spec.rows import STDIN
 from batch_agent.errors import SpecError, about, explained, meant
 from batch_agent.files.compression import format_of
@@ -34,6 +35,7 @@ from batch_agent.record.people import is_run
 from batch_agent.spec import MCP, OLD_NAMES, BatchSpec
 from batch_agent.tools.base import Tool, tools_at
 from batch_agent.tools.mcp.address import expanded
+from batch_agent.trust.escalate import is_reference
 
 STAGES = "stages"  # key of a pipeline's stages
 REFERENCE = re.compile(r"[\w.]+:[\w.]+")
@@ -104,6 +106,8 @@ class SpecFile:
             "gold": self._gold,
             "score": self._judges,
             "vote": self._vote,
+            "cascade": self._cascade,
+            "escalate": self._rule,
         }
         followed = dict(options)
         for name in resolvers.keys() & options.keys():
@@ -171,6 +175,15 @@ class SpecFile:
         if isinstance(value, Mapping):
             return {name: self._vote(how) for name, how in value.items()}
         return self._worker(value) if isinstance(value, str) and ":" in value else value
+
+    def _cascade(self, value: object) -> object:
+        """Return the entries of a cascade, which may be in a file of their own, with their references resolved."""
+        if isinstance(value, str) and not value.lstrip().startswith("["):
+            value = self.path.parent / value
+        return [each if isinstance(each, str) else self.follow(each) for each in entries_of(value)]
+
+    def _rule(self, value: object) -> object:
+        return self._worker(value) if isinstance(value, str) and is_reference(value) else value
 
     def imported(self, reference: str) -> object:
         if not REFERENCE.fullmatch(reference):

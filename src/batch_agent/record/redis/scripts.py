@@ -133,11 +133,12 @@ return standing()
 )
 
 # session, number of the call, what is retried ('*', or the types between bars), prefix of steps, '1' if rows keep their
-# answers by force, '1' if answers that were cut are asked again; then for each row: index, key, content, value
+# answers by force, '1' if answers that were cut are asked again, '1' if answers are decided again; then for each row:
+# index, key, content, value
 FEED = (
     _HEAD
     + """
-local session, number, retry, prefix, force, cut = unpack(ARGV, 1, 6)
+local session, number, retry, prefix, force, cut, decides = unpack(ARGV, 1, 7)
 if replaced(session) then return 'REPLACED' end
 force = force == '1'
 local voted = tonumber(redis.call('HGET', run, 'voted') or '0')
@@ -176,7 +177,7 @@ local function earlier(content)
   redis.call('HSET', again, content .. ':', -1)
 end
 local answers = {}
-for i = 7, #ARGV, 4 do
+for i = 8, #ARGV, 4 do
   local index, key, content, value = unpack(ARGV, i, i + 3)
   local row, copies, answer = key, 0, false
   while true do
@@ -225,6 +226,7 @@ for i = 7, #ARGV, 4 do
         end
       else
         entry = not retried(state, error) and redis.call('XRANGE', results, place, place)[1]
+        if decides == '1' and state == 'k' and redis.call('EXISTS', prefix .. row) == 1 then entry = nil end
         if entry and cut == '1' and state == 'k' then
           local line = string.match(field(entry, 'result'), '[^\\n]+')
           if cjson.decode(line).truncated then entry = nil end

@@ -287,7 +287,7 @@ class RedisRunStore:
     def feed(self, session: int, rows: Sequence[NewRow]) -> list[object]:
         retry = self._resuming.retry
         again = ("*" if retry else "") if isinstance(retry, bool) else f"|{'|'.join(retry)}|"
-        how = int(self._resuming.force), int(self._resuming.cut)
+        how = int(self._resuming.force), int(self._resuming.cut), int(self._resuming.decides)
         arguments: list[object] = [session, next(self._calls), again, self._steps, *how]
         for row in rows:
             arguments += (row.index, row.key.hex(), row.content.hex(), row.value)

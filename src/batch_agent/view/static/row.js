@@ -14,7 +14,7 @@ export async function row({ key, detail, page, go, onNews }) {
     const record = data.record;
     fill(page, heading(record, data, key), h("div", { class: "columns row" },
       h("div", { class: "talk" }, data.conversation.map(message), ending(record)),
-      h("aside", null, facts(record, data), attempts(data.failed_attempts), given(record), output(record), golds(data), people(data.people), trust(record), again(record, data.command), rawJson(record, raw))));
+      h("aside", null, facts(record, data), attempts(data.failed_attempts), given(record), output(record), golds(data), people(data.people), trust(record), cascade(record), again(record, data.command), rawJson(record, raw))));
     keys.j = () => data.after !== null && go("row", String(data.after));
     keys.k = () => data.before !== null && go("row", String(data.before));
   };
@@ -169,6 +169,17 @@ function trust(record) {
     table(["field", "votes", ["against", "r"], ["doubt", "r"]], lines),
     samples.map((each, place) => h("details", null, h("summary", null, `sample ${place + 1}`, each === null ? h("span", { class: "bad" }, " failed") : null), each === null ? null : value(each))),
     samples.length ? h("p", { class: "quiet" }, "The conversation is that of the first sample.") : null);
+}
+
+// Answers of other entries of a cascade, and whom the row waits for.
+function cascade(record) {
+  const earlier = record.earlier || [];
+  if (!earlier.length && !record.waits_for) return null;
+  const lines = earlier.map((each) => h("tr", null, h("td", null, text(each.name, 60)),
+    h("td", null, each.error ? h("span", { class: "bad" }, text(each.error.type)) : value(each.output)), h("td", { class: "r" }, doubted(each.doubt))));
+  return panel("Cascade", record.answered_by ? `answered by ${record.answered_by}` : null,
+    record.waits_for ? h("p", null, "This row waits for ", text(record.waits_for, 60), ".") : null,
+    earlier.length ? table(["asked too", "answer", ["doubt", "r"]], lines) : null);
 }
 
 function steering(key, now) {

@@ -1,0 +1,303 @@
+"""The rows that one worker holds: it takes rows when it has room, renews their leases, and hands back the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Literal
+
+from batch_agent.dispatch.cancellation import outlast, shielded, wait_event
+from batch_agent.errors import StoreError
+from batch_agent.record.codec import CALL_BEGUN, RANKS, decode
+from batch_agent.record.journal import OVERDUE, to_its_end
+from batch_agent.record.steps import Past, read_past
+from batch_agent.record.store import Identity, KeptStep, LeasedRow, RowLease, RunStanding, Store
+
+if TYPE_CHECKING:
+    from batch_agent.run.feeder import Feeder
+
+# The event loop starts each renewal. This is intentional: a worker whose loop is stuck cannot record anything, and
+# should lose its rows. In the feeder's process leases do not end, and the worker itself asks the feeder to read inputs
+# when it needs rows.
+
+logger = logging.getLogger("batch_agent")
+
+RENEWALS = 3  # per lease time
+Over = Literal["", "done", "asked to leave", "no feeder", "replaced", "the run is draining", "the run has ended"]
+
+
+def past_of(row: LeasedRow, identity: Identity, steps: Sequence[KeptStep]) -> Past | None:
+    """Return what an earlier agent with that identity recorded, or None. A finished agent is preferred to a running
+    one, and a running one to a failed one. Each agent is returned once."""
+    agents: dict[int, list[KeptStep]] = {}
+    for step in steps:
+        same = step.key == identity.key or (not row.checks and step.content == identity.row)
+        if same and step.agent not in row.claimed:
+            agents.setdefault(step.agent, []).append(step)
+    for agent in sorted(agents, key=lambda agent: (RANKS.get(agents[agent][-1].kind, 1), agent)):
+        row.claimed.add(agent)
+        kept = agents[agent]
+        try:
+            return read_past(agent, [decode(step.kind, step.body) for step in kept])
+        except ValueError as error:
+            if any(step.kind == CALL_BEGUN for step in kept):
+                return Past(agent, (), unreadable=str(error))
+            logger.warning("the record of row %d cannot be read and is ignored: %s", row.lease.index, error)
+    return None
+
+
+def is_retried(row: LeasedRow, past: Past | None) -> bool:
+    """Return whether the row failed before and is tried again."""
+    if past is None or past.failed is None:
+        return False
+    retry: bool | Collection[str] = row.retry
+    return retry if isinstance(retry, bool) else past.failed.error.type in retry
+
+
+class Leases:
+    """``over`` is the reason why no more rows are taken, or "". ``source`` is the feeder in this process, if there is
+    one. ``patience`` is the number of seconds to wait if the queue is empty and there is no feeder. ``on_lost`` is
+    called with the index of a row whose lease is lost, ``on_ended`` with that of a row whose result is recorded.
+    ``on_away`` is called with True when the store does not answer, and with False when it answers again. ``on_wait`` is
+    called with True when the next row must be waited for, and with False after that. ``on_need`` is called when slots
+    may be needed: at the begin, and when rows arrive after the queue was empty. ``on_leave`` is called when no more
+    rows are taken. ``on_observed`` is called, perhaps repeatedly, if the feeder has observers. ``failure`` is the error
+    of a store that no longer answers, or of a commit."""
+
+    def __init__(
+        self,
+        store: Store,
+        worker: int,
+        *,
+        lease: float,
+        generation: int,
+        source: Feeder | None = None,
+        patience: float = float("inf"),
+    ) -> None:
+        self.store, self.worker = store, worker
+        self.held: dict[int, LeasedRow] = {}  # by index: rows that this worker works on
+        self.ending: set[int] = set()  # held rows whose results are not committed yet
+        self.finished = 0  # rows whose results this worker recorded
+        self.over: Over = ""
+        self.alone = True  # no other process works on the run
+        self.on_lost: Callable[[int], None] = lambda _: None
+        self.on_ended: Callable[[int], object] = lambda _: None
+        self.on_away: Callable[[bool], None] = lambda _: None
+        self.on_wait: Callable[[bool], None] = lambda _: None
+        self.on_need: Callable[[], None] = lambda: None
+        self.on_leave: Callable[[], None] = lambda: None
+        self.on_observed: Callable[[], None] = lambda: None
+        self.failure: StoreError | None = None
+        self._source = source
+        self._lease, self._generation, self._patience = lease, generation, patience
+        self._ready: deque[LeasedRow] = deque()
+        self._taking: asyncio.Future[list[LeasedRow]] | None = None
+        self._renewing: asyncio.Task[None] | None = None
+        self._lonely_since: float | None = None  # when the worker first found no feeder
+        self._fed = False  # every input was fed
+        self._wait = min(0.25, lease / (2 * RENEWALS))  # seconds that a call waits for rows
+        self._changed, self._leaving = asyncio.Event(), asyncio.Event()
+        self._news = asyncio.Event()  # an instant store has changed
+        self._closed = False
+
+    def begin(self) -> None:
+        """Start to renew the leases."""
+        self.on_need()
+        if not self.store.instant:
+            self.store.listen(self._changed.set)
+            self._renewing = asyncio.get_running_loop().create_task(self._renew(), name="batch-agent leases")
+
+    async def next(self) -> list[LeasedRow]:
+        """Return the next rows, for which it may wait; none if no more rows are taken."""
+        most = self.store.group
+        if not self._ready and not self.over and self._is_at_hand:
+            self._ready.extend(await self._take(most))
+        if not self._ready:
+            self.on_wait(True)
+            try:
+                await self._wait_for_row()
+            finally:
+                self.on_wait(False)
+        taken: list[LeasedRow] = []
+        while self._ready and len(taken) < most:
+            taken.append(self._hold(self._ready.popleft()))
+        return taken
+
+    async def _wait_for_row(self) -> None:
+        """Wait until a row is there to be taken, or no more rows are taken."""
+        waited, source = False, self._source
+        if self.alone and source is not None and not self.over:
+            await source.refill()
+        while not self.over:
+            if rows := await self._take(self.store.group):
+                self._lonely_since = None
+                self._ready.extend(rows)
+                if waited:
+                    self.on_need()
+                return
+            waited = True
+            if not await self._wait_for_rows():
+                return
+
+    @property
+    def _is_at_hand(self) -> bool:
+        """Whether a row is in the queue of this process."""
+        return self.store.blocking.unstarted > 0
+
+    def _hold(self, row: LeasedRow) -> LeasedRow:
+        index = row.lease.index
+        if self.held.pop(index, None) is not None:  # its lease expired, and this worker took the row again
+            self.on_lost(index)
+        self.held[index] = row
+        return row
+
+    async def _wait_for_rows(self) -> bool:
+        """Wait until a call may find rows. Returns False if there will be none."""
+        if self.store.instant:
+            source = self._source
+            if self.alone and source is not None and not source.fed and await source.refill():
+                return True
+            if self.alone:
+                self.leave("done" if source is not None and source.fed else "asked to leave")
+                return False
+            self._judge(await self.store.standing())
+            if not self.over:
+                self._news.clear()
+                await self._news.wait()
+            return not self.over
+        standing = await self.store.standing()
+        self._judge(standing)
+        self._fed = standing.counts.fed
+        if self._fed and not self.over:  # only rows of dead workers can arrive now
+            await wait_event(self._leaving, self._wait)
+        return not self.over
+
+    async def _take(self, most: int) -> list[LeasedRow]:
+        """Return the next rows. If this is cancelled, the next call or ``close`` takes the result of the running
+        call."""
+        if self.store.instant:
+            return await self.store.take(self.worker, most, 0.0)
+        if self._taking is None:
+            self._taking = self.store.take(self.worker, self.store.group, 0.0 if self._fed else self._wait)
+        rows = await asyncio.shield(self._taking)
+        self._taking = None
+        if rows and self.over:
+            await self._hand_back(rows)
+            return []
+        return rows
+
+    async def claim(self, held: LeasedRow, identities: Sequence[Identity]) -> list[Past | None]:
+        """Return what earlier agents of the row recorded under these identities."""
+        found = [past_of(held, identity, held.steps) for identity in identities]
+        missing = [place for place, past in enumerate(found) if past is None]
+        if not missing or not held.more:
+            return found
+        wanted = [identities[place] for place in missing]
+        for place, steps in zip(missing, await self.store.claim(held.lease, wanted), strict=True):
+            found[place] = past_of(held, identities[place], steps)
+        return found
+
+    def share(self) -> None:
+        """Other processes work on the run too: rows may come back from them."""
+        self.alone = False
+        if self.store.instant:
+            self.store.listen(self._news.set)
+
+    def leave(self, why: Over = "asked to leave") -> None:
+        """Take no more rows, and hand back rows that were not started."""
+        self.over = self.over or why
+        self._changed.set()
+        self._leaving.set()
+        self._news.set()
+        self.on_leave()
+
+    def fail(self, error: StoreError) -> None:
+        """Take no more rows: nothing can be recorded any more."""
+        self.failure = self.failure or error
+        self.leave()
+
+    def committed(self, lost: set[str], ended: Sequence[RowLease]) -> None:
+        """Forget rows whose results are recorded, and drop rows that other workers have."""
+        self.lose(lost)
+        for lease in ended:
+            self.finished += lease.place not in lost
+            self.held.pop(lease.index, None)
+            self.ending.discard(lease.index)
+            self.on_ended(lease.index)
+
+    def lose(self, places: set[str]) -> None:
+        """Drop the rows at these places of the queue: other workers have them."""
+        for index in [index for index, row in self.held.items() if row.lease.place in places] if places else ():
+            del self.held[index]
+            self.ending.discard(index)
+            logger.info("the lease of row %d is lost: another worker has it", index)
+            self.on_lost(index)
+        if places and any(row.lease.place in places for row in self._ready):
+            self._ready = deque(row for row in self._ready if row.lease.place not in places)
+
+    async def close(self) -> None:
+        """Hand back all rows and leave the run. If the store is unreachable, the leases expire. May be called again."""
+        self.over = self.over or "asked to leave"
+        if self._closed:
+            return
+        self._closed = True
+        if self._renewing is not None:
+            self._renewing.cancel()
+            await outlast(self._renewing)
+        rows = [*self.held.values(), *self._ready]
+        self.held.clear()
+        self._ready.clear()
+        if self._taking is not None and await to_its_end(self._taking) is None:
+            rows += self._taking.result()
+        with suppress(StoreError):
+            await self._hand_back(rows)
+            await to_its_end(self.store.leave(self.worker))
+
+    def _judge(self, standing: RunStanding) -> None:
+        counts = standing.counts
+        if standing.generation != self._generation:
+            self.leave("replaced")
+        elif counts.fed and not counts.unstarted and not counts.leased:  # also if the feeder has ended the run already
+            self.leave("done")
+        elif standing.phase != "running":
+            self.leave("asked to leave")
+        elif standing.feeder or counts.unstarted:
+            self._lonely_since = None
+        else:
+            now = asyncio.get_running_loop().time()
+            self._lonely_since = self._lonely_since or now
+            if now - self._lonely_since >= self._patience and not self.held:
+                self.leave("no feeder")
+
+    async def _renew(self) -> None:
+        while not self._closed:
+            await wait_event(self._changed, self._lease / RENEWALS)
+            self._changed.clear()
+            waiting: list[LeasedRow] = []
+            if self.over:
+                waiting, self._ready = list(self._ready), deque()
+            leases = [*(held.lease for held in self.held.values()), *(row.lease for row in self._ready)]
+            alarm = asyncio.get_running_loop().call_later(OVERDUE, self.on_away, True)
+            try:
+                await self._hand_back(waiting)
+                lost, standing = await self.store.renew(self.worker, leases)
+            except StoreError as error:  # the store has waited for the end of the outage: nothing can be recorded
+                self.fail(error)
+                self.lose({held.lease.place for held in self.held.values()})
+                return
+            finally:
+                alarm.cancel()
+            self.on_away(False)
+            if standing.observed:  # also if a new feeder has some
+                self.on_observed()
+            # For rows whose results are being committed, the commit decides: a finished row has no lease.
+            self.lose(lost - {self.held[index].lease.place for index in self.ending if index in self.held})
+            if not self.over and (standing.phase != "running" or standing.generation != self._generation):
+                self._judge(standing)
+
+    async def _hand_back(self, rows: list[LeasedRow]) -> None:
+        if leases := [row.lease for row in rows]:
+            await shielded(self.store.hand_back(self.worker, leases))
