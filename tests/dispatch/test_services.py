@@ -138,3 +138,25 @@ def test_a_server_that_hangs_from_the_start_is_down_soon(people: int) -> None:
         await service.close()
 
     scenario()
+
+
+@pytest.mark.parametrize("refusal", ["401", "404", "spent"])
+@pytest.mark.parametrize("rows", [6, 30])
+def test_one_at_fault_at_a_fresh_server_whose_answers_take_long_fails_alone(refusal: str, rows: int) -> None:
+    """No answer, of a control request neither, has shown how long one takes."""
+
+    @virtual_clock
+    async def scenario() -> None:
+        def script(request: Request) -> ScriptedReply:
+            return REFUSALS[refusal] if "bad" in request.text else Say("good", latency=65.0)
+
+        service = Service(ScriptedBackend(script))
+        texts = ["line", "bad", *(f"line {n}" for n in range(rows - 2))]
+        _, bad, *_ = answers = await asyncio.gather(*map(service.ask, texts))
+        assert "good" not in bad and answers.count("good") == rows - 1
+        asked = [request.text for request in service.backend.requests if "line" in request.text]
+        assert len(asked) == rows - 1, "no line is sent twice"
+        assert now() < 65 * (rows / 7 + 2)
+        await service.close()
+
+    scenario()

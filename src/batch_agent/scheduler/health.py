@@ -178,12 +178,14 @@ class Health:
         """Return the time limit of a trial; None if the server has never answered."""
         if not self.answered or self.patient:
             return None
+        if not self._good:  # it has only refused, which says nothing about the time of an answer
+            return max(N.first_answer, (now - self.down_since) * N.trial_share)
         return max(N.shortest_trial, 2 * self.slowest, (now - self.down_since) * N.trial_share)
 
     def control_seconds(self, now: float, max_outage: float = inf) -> float:
         """Return the time limit of a control request. Before the first answer it is part of the patience of a
         dispatcher that has one."""
-        if not self.answered:
+        if not self._good:
             seconds = N.first_answer if self.is_down else N.first_controls[self._unanswered]
             return min(seconds, max(N.shortest_control, max_outage))
         shortest = N.shortest_control
@@ -196,7 +198,7 @@ class Health:
     def asks_again(self, max_outage: float = inf) -> bool:
         """Return whether a control request that was not answered in time proves nothing, and another one is sent."""
         waited = sum(N.first_controls[: self._unanswered + 1])
-        if self.answered or self._unanswered == len(N.first_controls) - 1 or waited >= max_outage:
+        if self._good or self._unanswered == len(N.first_controls) - 1 or waited >= max_outage:
             return False
         self._unanswered += 1
         return True

@@ -157,6 +157,7 @@ class ServerState:
         self.began_at = inf  # when the first request was sent
         self.answers = 0
         self.answered_sent = -inf  # when the newest of the requests that it has answered was sent
+        self._denies = False  # its outage began with denials: it has lost none of the other requests
         self._quiet: float | None = None  # when it was last heard, as seen at the first look into its silence
         self._look_at = inf  # when it is looked at again
 
@@ -358,7 +359,7 @@ class ServerState:
             learnt.learn(slot.sent_at)
         if health.answer(seconds, slot.sent_at, now):
             self._end_hold()
-            effects.append(self._up(was_slow=slot.sent_at < health.down_since))
+            effects.append(self._up(was_slow=self._denies or slot.sent_at < health.down_since))
         elif not health.is_down:
             self._end("health")
 
@@ -487,7 +488,7 @@ class ServerState:
         health = self.health
         health.reason = evidence
         health.go_down(now, silent=silent)
-        health.is_denied = denied
+        health.is_denied = self._denies = denied
         self._conclude("health", rule, evidence, now)
         self.history.go_down()
         if not denied:
