@@ -47,6 +47,7 @@ from batch_agent.record.steps import Asked, Ended
 from batch_agent.trust.anytime import ERROR, PRIOR_A
 from batch_agent.trust.gold import GoldField, same_json
 from batch_agent.trust.order import KeyedOrder
+from batch_agent.trust.promise import Promise
 from batch_agent.trust.review import AUDIT
 from batch_agent.version import __version__
 
@@ -132,7 +133,7 @@ def _count(lines: Iterable[bytes | Record], wanted: _Wanted) -> _Counts:
     found, order, last = _Counts(bands=[0] * (len(wanted.thresholds) + 1)), KeyedOrder(wanted.key), wanted.last
     digest, answers, bands, thresholds = 0, found.answers, found.bands, wanted.thresholds
     for line in lines:
-        record = parsed(line) if isinstance(line, bytes) else line
+        record = _read(line) if isinstance(line, bytes) else line
         if record is None:
             continue
         index, name = cast(int, record["index"]), str(record.get("job_id"))
@@ -152,6 +153,17 @@ def _count(lines: Iterable[bytes | Record], wanted: _Wanted) -> _Counts:
     found.digest = digest % SUMS
     found.answers = [each % SUMS for each in answers]
     return found
+
+
+def _read(line: bytes) -> Record | None:
+    """Return the result of a line. The line of a result is as ``parsed`` returns it; that of a failure is flat."""
+    try:
+        record = orjson.loads(line)
+        if record["ok"] is True and isinstance(record["index"], int):
+            return cast(Record, record)
+    except (ValueError, LookupError, TypeError):
+        pass
+    return parsed(line)
 
 
 def _count_part(path: str, start: int, end: int, wanted: _Wanted) -> _Counts:
@@ -291,6 +303,7 @@ class _Recomputed(NamedTuple):
     journal: list[int]
     standing: PromiseStanding
     frozen: frozenset[int]  # rows of the audit
+    promise: Promise
 
 
 def certificate_of(run: str, *, names: bool = False) -> tuple[JsonObject | None, PromiseStanding]:
@@ -368,7 +381,9 @@ def _recomputed(run: RunReader, review: PeopleReview, *, names: bool) -> _Recomp
         "run": {"model": run.facts().get("model"), "fingerprint": run.facts().get("fingerprint")},
     }
     whole = cast(JsonObject, from_json(to_json(certificate)))
-    return _Recomputed(whole, counts, wanted, journal, standing, frozenset(event.row for event in audit))
+    return _Recomputed(
+        whole, counts, wanted, journal, standing, frozenset(event.row for event in audit), promise.promise
+    )
 
 
 def _says(promise: RunPromise, standing: PromiseStanding) -> str:
@@ -421,11 +436,8 @@ def _disagrees(run: RunReader, found: _Recomputed) -> str:
         return f"{abs(counts.rows - cast(int, facts['rows'])):,} rows were {what}{named}"
     if f"{counts.digest:032x}" != facts["digest"]:
         return f"the rows are not those that the run began with{_missing(run, counts.rows)}"
-    with PeopleReview(run) as review:
-        promise = review.promise
-        assert promise is not None, "it has one"
-        beacon = facts.get("beacon")
-        key = audit_key(promise.promise, counts.rows, str(facts["digest"]), None if beacon is None else str(beacon))
+    beacon = facts.get("beacon")
+    key = audit_key(found.promise, counts.rows, str(facts["digest"]), None if beacon is None else str(beacon))
     if key != facts["key"]:
         return "the key of the audit is not the one that the rows and the promise give"
     audit = cast("list[JsonObject]", found.certificate["audit"])

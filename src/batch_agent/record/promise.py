@@ -26,7 +26,7 @@ from batch_agent.messages import JsonObject
 from batch_agent.money import dollars
 from batch_agent.record.reader import RowLines, RunReader
 from batch_agent.record.review import ReviewLog
-from batch_agent.record.rundir import SCHEMA
+from batch_agent.record.rundir import GOLD, SCHEMA
 from batch_agent.trust.forecast import WIDEST, Workload, interval, plan, possible
 from batch_agent.trust.gold import GoldField
 from batch_agent.trust.order import KeyedOrder
@@ -292,7 +292,8 @@ class RunPromise:
             return None
         if not isinstance(facts.get(GOLD_FACT), dict):
             return cls(run, known, review, log, overlap=overlap)
-        gold = GoldTable.of_lines(iter(run.gold_lines()), by_name=False)
+        pilot = frozenset(index for index, _ in head_rows(run)[: known.pilot])
+        gold = GoldTable.of_lines((line for line in run.kept_lines(GOLD) if _index_of(line) in pilot), by_name=False)
         score = (run.view().summary or {}).get("score")
         looks = score.get("looks") if isinstance(score, dict) else 0
         looks = looks if isinstance(looks, int) else 1  # unknown: the ledger could not be read
@@ -725,6 +726,15 @@ def _doubt(event: Event) -> float | None:
 
 def _agrees(field: GoldField, output: JsonValue, right: Mapping[str, JsonValue]) -> bool:
     return field.right(field.take(output), right.get(field.name))
+
+
+def _index_of(line: bytes) -> int:
+    """Return the position of the row in a line of gold, without reading the rest; -1 if it has none."""
+    begin, end = line.find(b":") + 1, line.find(b",")
+    try:
+        return int(line[begin:end])
+    except ValueError:
+        return -1
 
 
 def head_rows(run: RunReader) -> list[tuple[int, str]]:

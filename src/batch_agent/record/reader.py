@@ -311,12 +311,12 @@ class RunReader(ABC):
         """Return what the whole run has recorded about jobs at batch APIs."""
 
     @abstractmethod
-    def kept_lines(self, name: str) -> list[bytes]:
-        """Return the lines of a file that the run keeps beside its rows; none if it is not there."""
+    def kept_lines(self, name: str) -> Iterator[bytes]:
+        """Yield the lines of a file that the run keeps beside its rows; none if it is not there."""
 
     def gold_lines(self) -> list[bytes]:
         """Return the gold of the run; none if it has no gold."""
-        return self.kept_lines(GOLD)
+        return [*self.kept_lines(GOLD)]
 
     @abstractmethod
     def status(self) -> JsonObject | None:
@@ -502,9 +502,11 @@ class DirectoryReader(RunReader):
     def timeline(self, *, spans: bool = True) -> TimelineRecord:
         return read_timeline(self.path, spans=spans)
 
-    def kept_lines(self, name: str) -> list[bytes]:
+    def kept_lines(self, name: str) -> Iterator[bytes]:
         path = self.path / name
-        return path.read_bytes().splitlines() if path.exists() else []
+        if path.exists():
+            with path.open("rb") as file:
+                yield from (line.rstrip(b"\r\n") for line in file)
 
     def job_lines(self) -> list[bytes]:
         return read_jobs(self.path)

@@ -268,8 +268,8 @@ class RedisReader(RunReader):
     def job_lines(self) -> list[bytes]:
         return self.store.job_lines()
 
-    def kept_lines(self, name: str) -> list[bytes]:
-        return (self.store.get_file(name) or "").encode().splitlines()
+    def kept_lines(self, name: str) -> Iterator[bytes]:
+        yield from (self.store.get_file(name) or "").encode().splitlines()
 
     def status(self) -> JsonObject | None:
         return None  # a run in Redis has no metrics of its own after its end; its summary has them
