@@ -197,3 +197,23 @@ async def test_another_promise_is_priced_by_the_audit_of_the_first(tmp_path: Pat
     assert harder.left is not None
     assert harder.left[1] > 0
     assert standing(tmp_path / "run").state == "kept"
+
+
+async def test_a_row_that_is_edited_begins_the_audit_again_and_keeps_the_judgements_of_the_others(
+    tmp_path: Path,
+) -> None:
+    rows = table(150, wrong=0.05)
+    await run(rows, tmp_path / "run")
+    judge(tmp_path / "run", rows)
+    kept = standing(tmp_path / "run")
+    assert kept.state == "kept"
+    first = events(tmp_path / "run", "answer")[0]["row"]
+    rows[first] = {**rows[first], "text": f"{first}, edited: calm 0.900"}
+    await run(rows, tmp_path / "run", resume=True, on_change="resend")
+    void = standing(tmp_path / "run")
+    assert void.state == "not yet"
+    more = judge(tmp_path / "run", rows)
+    again = standing(tmp_path / "run")
+    assert again.state == "kept"
+    assert 0 < more < again.judgements
+    assert len(events(tmp_path / "run", "thresholds")) == 2

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sqlite3
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -37,6 +37,7 @@ from batch_agent.record.promise import (
     RunPromise,
     audit_key,
     doubt_of,
+    input_digest,
     row_digest,
 )
 from batch_agent.record.reader import RunReader, open_run, parsed
@@ -84,6 +85,7 @@ class _Counts:
     bands: list[int] = field(default_factory=list)
     doubts: dict[int, float] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
+    inputs: dict[int, str] = field(default_factory=dict)
 
     def __iadd__(self, more: _Counts) -> _Counts:
         self.rows, self.ok, self.before = self.rows + more.rows, self.ok + more.ok, self.before + more.before
@@ -92,6 +94,7 @@ class _Counts:
         self.bands = [one + other for one, other in zip(self.bands, more.bands, strict=True)]
         self.doubts |= more.doubts
         self.names |= more.names
+        self.inputs |= more.inputs
         return self
 
 
@@ -113,6 +116,9 @@ class _Recounted(FinishedDoubts):
 
     def is_done(self, index: int) -> bool:
         return index in self._counts.doubts
+
+    def digests(self, indexes: Collection[int]) -> Mapping[int, str]:
+        return self._counts.inputs
 
     def records(self, indexes: Sequence[int]) -> list[Record | None]:
         wanted = set(indexes)
@@ -150,6 +156,7 @@ def _count(lines: Iterable[bytes | Record], wanted: _Wanted) -> _Counts:
             found.before += 1
         if index in wanted.rows:
             found.doubts[index], found.names[index] = doubt, name
+            found.inputs[index] = input_digest(record.get("input"))
     found.digest = digest % SUMS
     found.answers = [each % SUMS for each in answers]
     return found

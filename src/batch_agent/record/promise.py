@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -196,6 +196,8 @@ class FinishedDoubts:
     def _forget(self) -> None:
         self.doubts, self.places = array("d"), array("q")
         self.done = self.ok = 0
+        self._digests: dict[int, str] = {}
+        self._digested: dict[int, int] = {}  # row → place of the line that was read for it
         self.version += 1
 
     def catch_up(self) -> None:
@@ -229,6 +231,15 @@ class FinishedDoubts:
 
     def doubt(self, index: int) -> float:
         return self.doubts[index]
+
+    def digests(self, indexes: Collection[int]) -> Mapping[int, str]:
+        """Return the digests of the inputs of these rows, as far as they are finished: a judgement of another input is
+        void."""
+        new = [index for index in indexes if self.is_done(index) and self.places[index] != self._digested.get(index)]
+        for index, record in zip(new, self.records(new), strict=True):
+            if record is not None:
+                self._digests[index], self._digested[index] = input_digest(record.get("input")), self.places[index]
+        return self._digests
 
     def records(self, indexes: Sequence[int]) -> list[Record | None]:
         assert self._lines is not None, "the rows were read"
@@ -560,8 +571,10 @@ class RunPromise:
     def _judged(self) -> dict[int, bool]:
         """Return the rows for which people decided, with whether there is a right answer."""
         found: dict[int, bool] = {}
-        for row, queue in self.review.judged_rows():
-            verdict = self.review.verdict(row, queue)
+        judged = [*self.review.judged_rows()]
+        digests = self._scan.digests({row for row, _ in judged})
+        for row, queue in judged:
+            verdict = self.review.verdict(row, queue, digests.get(row, ""))
             if verdict.decided and (queue == AUDIT or row not in found):
                 found[row] = verdict.kind == "answer"
         return found
