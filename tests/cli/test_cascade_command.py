@@ -146,3 +146,23 @@ async def test_what_cannot_be_meant_is_refused_with_its_place(place: Place) -> N
     assert keys.code == RUN_FAILED
     assert "set it in the environment" in keys.stderr
     assert place.one.received == place.two.received == 0
+
+
+async def test_rows_that_people_have_judged_wait_no_more(place: Place) -> None:
+    done = await place.begin("--escalate", "output.mood == 'bad'", "--output", "out.jsonl", people=True)
+    assert done.code == REQUIRED
+    assert "2 rows wait for people" in done.stderr
+    assert (await place("export", "kept", "--review", "queue.csv", "--who", "ada")).code == ALL_OK
+    with (place.directory / "queue.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["id"] for row in rows} == {"r2", "r5"}
+    answer = next(name for name in rows[0] if name.startswith("answer"))
+    with (place.directory / "queue.csv").open("w") as file:
+        table = csv.DictWriter(file, [*rows[0]])
+        table.writeheader()
+        table.writerows({**row, answer: "good"} for row in rows)
+    imported = await place("import-review", "kept", "queue.csv", "--who", "ada")
+    assert imported.code == ALL_OK, imported.stderr
+    again = await place("resume", "kept")
+    assert again.code == ALL_OK
+    assert "wait for people" not in again.stderr

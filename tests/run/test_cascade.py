@@ -191,7 +191,7 @@ async def test_rows_that_no_model_can_answer_wait_for_people() -> None:
     assert [result.waits_for for result in results] == [None, "people", None]
     assert not results[1].ok
     assert [each.name for each in results[1].earlier] == ["small"]
-    assert "1 row waits for people" in str(results.summary)
+    assert "people: 1 row came to them" in str(results.summary)
 
 
 @virtual_clock

@@ -78,7 +78,10 @@ class CascadeCount:
         if (alone := self.last_alone) is not None and len(self.entries) > 1:
             last = self.entries[-1]
             lines.append(f"{last.name} alone: about {dollars(alone)}, by the {counted(last.asked, 'row')} it was asked")
-        lines += [f"{rows(count)} {'waits' if count == 1 else 'wait'} for {name}" for name, count in self.waiting]
+        for name, count in self.waiting:
+            waits = "waits" if count == 1 else "wait"
+            people = f"people: {rows(count)} came to them"
+            lines.append(people if name == PEOPLE else f"{rows(count)} {waits} for {name}")
         return lines
 
     def to_json(self) -> JsonObject:

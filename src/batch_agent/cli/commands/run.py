@@ -72,6 +72,7 @@ from batch_agent.observe.terminal import LiveDisplay, PlainDisplay, TerminalDisp
 from batch_agent.observe.text import counted, harmless, rows
 from batch_agent.record.address import StoreAddress, directory_of, place_of
 from batch_agent.record.keys import Keys
+from batch_agent.record.people import waiting_words
 from batch_agent.record.promise import PromiseStanding
 from batch_agent.record.reader import RunSnapshot, look, open_run
 from batch_agent.record.rundir import RESULTS, RUN
@@ -437,13 +438,16 @@ class Reporter:
         yield from self._named_record(statistics)
 
     def people_wait(self, statistics: Statistics) -> bool:
-        """Say how many rows wait for people, if the models have nothing to do. Returns whether there are any."""
-        count = 0 if statistics.cascade is None else statistics.cascade.for_people
-        if not count or statistics.ended != "complete":
+        """Say how many rows of a cascade wait for people, if the models have nothing to do. Returns whether there are
+        any."""
+        escalated = statistics.cascade is not None and statistics.cascade.for_people > 0
+        if not escalated or statistics.ended != "complete" or self._place is None:
             return False
-        where = shlex.quote(harmless(self._record(statistics) or self._name))
-        say(f"{rows(count)} {'waits' if count == 1 else 'wait'} for people: batch-agent review {where}", wrap=False)
-        return True
+        with open_run(Path(self._name) if isinstance(self._place, Path) else self._place) as record:
+            words = waiting_words(record)
+        if words:
+            say(harmless(words), wrap=False)
+        return bool(words)
 
     def _say_overall(self, statistics: Statistics) -> None:
         """Print the totals of a run that has earlier sessions: the summary is about this one."""
