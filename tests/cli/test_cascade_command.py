@@ -59,6 +59,8 @@ async def test_a_cascade_runs_from_a_flag_and_its_results_name_their_entries(pla
     shown = await place("show", "kept", "--row", "2", "--full")
     assert "asked too: small" in shown.stdout
     assert "NotJSON" in shown.stdout
+    status = await place("status", "kept")
+    assert "large: asked 2 rows, answered 2" in status.stdout
     exported = await place("export", "kept", "--output", "out.csv")
     assert exported.code == ALL_OK
     with (place.directory / "out.csv").open() as file:

@@ -17,7 +17,7 @@ from tests.run import process_work
 from tests.run.process_work import NOTES, ROOT, WarmCrew, note, notes
 from tests.warm import start
 
-from batch_agent import BatchAgent
+from batch_agent import BatchAgent, Pipeline
 from batch_agent.testing import CallTools, Request, Say, ScriptedServer, ToolUse
 
 ROWS = 6
@@ -169,6 +169,27 @@ async def test_an_entry_that_was_away_is_asked_by_a_resume_in_redis(url: str) ->
             again["cascade"][1]["name"] = "large"
             results = await BatchAgent.run(**again, escalate="output.mood == 'good'")
     assert {(result.answered_by, result.waits_for) for result in results} == {("large", None)}
+
+
+@pytest.mark.parametrize("crew", [False, True])
+async def test_the_stage_of_a_pipeline_is_a_cascade_in_worker_processes_too(tmp_path: Path, crew: bool) -> None:
+    async with ScriptedServer(small, models=["small"]) as one, ScriptedServer(large, models=["large"]) as two:
+        after = ScriptedServer(lambda request: Say("told"), models=["after"])
+        async with after:
+            known = options(one.backend_url, two.backend_url)
+            known = {name: known[name] for name in ("task", "output_schema", "tools", "max_retries", "cascade")}
+            stages = Pipeline(INPUTS).map(name="judge", **known).map(name="tell", task="Tell {mood}")
+            given: dict[str, Any] = {"cluster": WarmCrew()} if crew else {}
+            place = {"backend": after.backend_url, "run_dir": tmp_path / "run", "progress": False}
+            outcome = await stages.run(**place, **given)
+            check([*outcome.results["judge"]])
+            assert [result.output for result in outcome.results["tell"]] == ["told"] * ROWS
+            asked = one.received, two.received, after.received
+            again = await stages.run(**place, resume=True, **given)
+            check([*again.results["judge"]])
+    assert (one.received, two.received, after.received) == asked
+    shown = again.summary.to_json()["cascade"]["entries"]
+    assert [(each["name"], each["asked"]) for each in shown] == [("small", ROWS), ("large", ROWS // 2)]
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 from pydantic import JsonValue
 
@@ -93,6 +94,18 @@ class CascadeCount:
             "waiting": waiting,
             "last_alone": None if alone is None else round(alone, 9),
         }
+
+
+def recorded_lines(summary: JsonObject) -> list[str]:
+    """Return the lines about a cascade that the summary of an ended session has; none without a cascade."""
+    found: Any = summary.get("cascade")
+    if not isinstance(found, dict):
+        return []
+    try:
+        entries = tuple(EntryCount(**entry) for entry in found["entries"])
+        return CascadeCount(entries, cast(Any, summary["rows"])["done"], tuple(found["waiting"].items())).lines()
+    except (AttributeError, LookupError, TypeError):  # of another version, or damaged
+        return []
 
 
 class EntryCounts:

@@ -19,6 +19,7 @@ from batch_agent.errors import BatchAgentError, SpecError, StoreError
 from batch_agent.files.gold import GOLD_FACT
 from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject
+from batch_agent.observe.entry_counts import recorded_lines
 from batch_agent.observe.numbers import ALIVE, UNPRICED, ShownNumbers, answered_words, of_record
 from batch_agent.observe.text import (
     amount,
@@ -178,6 +179,7 @@ def _text(
     lines += [("" if place else "model", words) for place, words in enumerate(asked)]
     if words := answered_words(numbers.answered_by):
         lines.append(("answers", words))
+    lines += [("" if place else "cascade", words) for place, words in enumerate(recorded_lines(view.summary or {}))]
     lines.append(("spent", numbers.spent_words))
     lines += [("" if place else "score", words) for place, words in enumerate(brief_lines(score or {}))]
     lines += [("" if place else "people", words) for place, words in enumerate(() if people is None else people[1])]
