@@ -88,6 +88,23 @@ async def test_only_rows_without_a_valid_answer_go_to_the_next_entry() -> None:
 
 
 @virtual_clock
+@pytest.mark.parametrize("recorded", [False, True])
+async def test_a_row_that_does_not_fit_the_first_model_goes_to_a_larger_one(recorded: bool, tmp_path: Path) -> None:
+    place: dict[str, Any] = {"run_dir": tmp_path / "run"} if recorded else {}
+    long = "long " * 2000
+    sizes = {"first": {"model_max_context": 1000}, "second": {"model_max_context": 100_000}, **place}
+    results, small, large = await run(says({}), says({}, BAD), inputs=["a", long], **sizes)
+    assert by(results) == ["small", "large"]
+    assert results[1].earlier[0].error is not None
+    assert results[1].earlier[0].error.type == "OVERSIZED"
+    assert (len(small.requests), len(large.requests)) == (1, 1)
+    if recorded:
+        again, small, large = await run(says({}), says({}, GOOD), inputs=["a", long], **sizes, resume=True)
+        assert [result.output for result in again] == [result.output for result in results]
+        assert small.requests == large.requests == []
+
+
+@virtual_clock
 async def test_an_answer_that_was_cut_goes_to_the_next_entry() -> None:
     results, _, _ = await run(
         lambda request: Say("half", finish_reason="length"), says({}, "whole"), output_schema=None, inputs=["a"]

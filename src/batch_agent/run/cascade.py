@@ -26,10 +26,10 @@ from batch_agent.agent.user_worker import UserWorker
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.cancellation import outlast
 from batch_agent.dispatch.dispatcher import Dispatcher
-from batch_agent.errors import BackendError, Interrupted, JobError, RunUnreachable, WorkerFailed
+from batch_agent.errors import BackendError, Interrupted, JobError, Oversized, RunUnreachable, WorkerFailed
 from batch_agent.files.results import from_json, plainly, to_json
 from batch_agent.foreign import describe, traceback_of
-from batch_agent.job import AgentResult, Earlier, Job
+from batch_agent.job import AgentResult, Earlier, Job, Placed
 from batch_agent.messages import JsonObject
 from batch_agent.observe.entry_counts import EntryCounts
 from batch_agent.observe.metrics import Metrics
@@ -39,6 +39,7 @@ from batch_agent.record.replay import Call
 from batch_agent.record.steps import Past
 from batch_agent.record.store import Identity
 from batch_agent.run.parts import Several
+from batch_agent.run.rows import compile_all
 from batch_agent.run.samples import Samples, samples_of
 from batch_agent.trust.escalate import failed_by_content
 from batch_agent.trust.votes import Voting
@@ -214,6 +215,18 @@ class Ladder:
                 task.cancel()
             for task in tasks:
                 await outlast(task)
+
+    async def fitting(self, made: Job | AgentResult[object]) -> Job | None:
+        """Return the job of a row; None for one that no entry can be asked about. ``made`` is the job, or why it could
+        not be made: a later model may read more than the first."""
+        if isinstance(made, Job) or made.error is None or made.error.type != Oversized.type:
+            return made if isinstance(made, Job) else None
+        for entry in self.later:
+            value = Placed(made.index, made.input, made.job_id)
+            [job] = await compile_all(entry.prepared.plan, made.index, [value])
+            if isinstance(job, Job):
+                return job
+        return None
 
     @property
     def unasked(self) -> str:

@@ -113,8 +113,8 @@ class Worker:
                     continue
                 if isinstance(job, Job) and job.parts:
                     await self._begin_parts(held, job, left, agents)
-                elif self._ladder is not None and isinstance(job, Job):
-                    await self._begin_cascade(held, job, agents, self._ladder)
+                elif self._ladder is not None and (fitting := await self._ladder.fitting(job)) is not None:
+                    await self._begin_cascade(held, fitting, job, agents, self._ladder)
                 elif self._voting is not None and isinstance(job, Job):
                     await self._begin_samples(held, job, agents, self._voting)
                 else:
@@ -432,14 +432,21 @@ class Worker:
 
     # Rows of a cascade
 
-    async def _begin_cascade(self, held: LeasedRow, job: Job, agents: asyncio.TaskGroup, ladder: Ladder) -> None:
-        """Ask the first entry about a row. The others follow as their turns come."""
+    async def _begin_cascade(
+        self, held: LeasedRow, job: Job, made: object, agents: asyncio.TaskGroup, ladder: Ladder
+    ) -> None:
+        """Ask the first entry about a row. The others follow as their turns come. ``made`` is the job as the first
+        entry has it, or its failure: the row does not fit its context."""
         begun, many = bool(held.steps or held.more), 1 if self._voting is None else self._voting.samples
         if self._budget and not await self._budget.begin(job, (), self._plan, self._is_over, samples=many, begun=begun):
             return
         self._tell_start(job)
         row = self.live[job.index] = CascadeRow(job, ladder, self._identity(held, job), many)
-        answer, ticket = await self._ask_entry(held, row, self._first, agents)
+        answer: Awaitable[AgentResult[object]]
+        if isinstance(made, AgentResult):
+            answer, ticket = asyncio.sleep(0, made), None
+        else:
+            answer, ticket = await self._ask_entry(held, row, self._first, agents)
         row.tasks.append(agents.create_task(self._accompany_cascade(held, row, answer, agents)))
         await self._lead_the_way(ticket)
         await self._feed.wait_room(self._is_over)
