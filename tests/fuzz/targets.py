@@ -32,7 +32,9 @@ from batch_agent.http.connection import ResponseParser, SSEParser
 from batch_agent.http.failures import TransportError
 from batch_agent.outputs.validate import parse_output
 from batch_agent.record.codec import decode, encode
+from batch_agent.record.review import REVIEW, DirectoryLog, event_of, line_of
 from batch_agent.testing import Request, Say, ScriptedBackend
+from batch_agent.trust.review import Event, Review, ReviewRow
 
 CORPUS = Path(__file__).parent / "corpus"
 KINDS_OF_STEPS = 12  # more than there are
@@ -212,9 +214,39 @@ def client_request(data: bytes) -> None:
         assert request.messages and len(request.head) == 16
 
 
+# The log of a review
+
+
+def review_log(data: bytes) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / REVIEW).write_bytes(data)
+        log, review = DirectoryLog(Path(directory)), Review(lambda one, other: one == other, overlap=0.5)
+        log.catch_up(review)
+        for event in DirectoryLog(Path(directory)).read()[0]:
+            line = line_of(event)
+            again = event_of(line, event.n)
+            assert again is not None
+            assert line_of(again) == line
+            review.verdict(event.row, event.queue, event.input)
+        place = ReviewRow(0, "a", "audit", "")
+        review.left([place], "ada")
+        review.next_of([place], "ada", 1.0)
+        assert log.append([Event(log.count + 1, "skip", "ada", 1.0, 0, "a", "audit")])
+        assert data[: data.rfind(b"\n") + 1] == (Path(directory) / REVIEW).read_bytes()[: data.rfind(b"\n") + 1]
+
+
 TARGETS: dict[str, Callable[[bytes], None]] = {
     target.__name__: target
-    for target in (http_response, server_sent_events, json_answer, recorded_step, journal, spec_file, client_request)
+    for target in (
+        http_response,
+        server_sent_events,
+        json_answer,
+        recorded_step,
+        journal,
+        spec_file,
+        client_request,
+        review_log,
+    )
 }
 EXAMPLES = {"journal": 8}  # in ``make test``; it runs a whole run for each. Others have more
 
