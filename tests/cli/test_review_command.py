@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Self
 
@@ -300,3 +300,37 @@ class Terminal:
                     raise AssertionError(f"the command ended: {self._seen}") from None
         shown, _, self._seen = self._seen.partition(words)
         return shown
+
+
+@pytest.mark.parametrize("kind", ["directory", pytest.param("redis", marks=needs_redis)])
+async def test_a_run_whose_rows_wait_for_people_ends_with_6_until_they_are_judged(tmp_path: Path, kind: str) -> None:
+    rows(tmp_path, *({"id": f"T-{row}", "input": f"ticket {row}"} for row in range(6)))
+    with redis_server(tmp_path / "redis") if kind == "redis" else nullcontext() as redis:
+        where = RUN if redis is None else f"{redis.url}/run"
+        async with serving(tmp_path, lambda _: Say('{"label": "b"}')) as server:
+            cascade = json.dumps([{"backend": server.backend_url, "model": "m"}, "people"])
+            command = ["run", "--task", "Say {input}", "--inputs", "rows.jsonl", "--schema", '{"label": "a|b"}']
+            command += ["--cascade", cascade, "--escalate", "output.label == 'b'", "--run-dir", where]
+            done = await batch_agent(tmp_path, *command)
+            assert done.code == 6, done.stderr
+            assert f"6 rows wait for people: batch-agent review {where}" in done.stderr
+            with PeopleReview.open(where if redis else tmp_path / RUN) as review:
+                for label in "aaaab":
+                    shown = review.next("ada")
+                    assert shown is not None
+                    assert shown.model is not None
+                    review.judge("ada", shown.row.row, "repair", "answer", {"label": label})
+            again = await batch_agent(tmp_path, *command, "--resume")
+            assert again.code == 6
+            assert f"1 row waits for people: batch-agent review {where}" in again.stderr
+            with PeopleReview.open(where if redis else tmp_path / RUN) as review:
+                shown = review.next("ada")
+                assert shown is not None
+                review.judge("ada", shown.row.row, "repair", "none")
+            last = await batch_agent(tmp_path, *command, "--resume")
+            assert "for people" not in last.stderr.splitlines()[-1]
+            assert last.code == 0, last.stderr
+        found = await batch_agent(tmp_path, "export", where)
+        lines = [json.loads(line) for line in found.stdout.splitlines()]
+        assert [each["output"] for each in lines] == [*[{"label": "a"}] * 4, {"label": "b"}, None]
+        assert all(each["answered_by"] == "people" and "waits_for" not in each for each in lines)

@@ -285,6 +285,11 @@ async def test_the_answers_of_a_pipelines_last_stage_are_reviewed(tmp_path: Path
             while (shown := review.next("ada")) is not None:
                 review.judge("ada", shown.row.row, AUDIT, "answer", {"label": "b"})
             delivered = [review.delivered(each) for each in review.run.rows]
+        with opened(place, stage="sum") as first_stage:
+            assert first_stage.form.whole
+            assert not first_stage.begun
+        with pytest.raises(SpecError, match="has no stage 'other'"):
+            opened(place, stage="other")
         assert sum(each["output"] == {"label": "b"} for each in delivered) == 3
         assert all(each["model"] == {"label": "a"} for each in delivered)
         if kind == "directory":

@@ -77,7 +77,7 @@ async def served(*places: Any, review: bool = True) -> AsyncIterator[str]:
         await asyncio.Event().wait()
 
     runs = ShownRuns([place_of(str(place)) for place in places])
-    serving = asyncio.create_task(ViewServer(runs, review=review).serve(ready))
+    serving = asyncio.create_task(ViewServer(runs, review=runs.first[0] if review else "").serve(ready))
     try:
         await asyncio.wait([serving, address], return_when=asyncio.FIRST_COMPLETED)
         yield address.result()

@@ -44,7 +44,7 @@ from batch_agent.record.attached import AttachedFile, attached
 from batch_agent.record.promise import RunPromise, input_digest
 from batch_agent.record.reader import RowLines, RunReader, open_run
 from batch_agent.record.review import log_of
-from batch_agent.record.rundir import REVIEWED, RUN, SCHEMA
+from batch_agent.record.rundir import REVIEWED, RUN, SCHEMA, stage_names
 from batch_agent.record.score_reader import part_of, schema_of
 from batch_agent.trust.form import ReviewForm
 from batch_agent.trust.gold import OUTPUT, fields_in, shown_cell
@@ -174,11 +174,16 @@ class _Rows:
 
 
 class PeopleReview:
-    """The review of a run; of a pipeline, of its last stage. ``overlap`` and ``lease`` replace the run's options."""
+    """The review of a run; of a pipeline, of a stage, or of its last one. ``overlap`` and ``lease`` replace the run's
+    options."""
 
-    def __init__(self, whole: RunReader, *, overlap: float | None = None, lease: float | None = None) -> None:
-        self.whole, self._closing = whole, ExitStack()
-        self.run = self._closing.enter_context(part_of(whole))
+    def __init__(
+        self, whole: RunReader, stage: str = "", *, overlap: float | None = None, lease: float | None = None
+    ) -> None:
+        self.whole, self.stage, self._closing = whole, stage, ExitStack()
+        if stage and stage not in whole.begun_stages():
+            raise SpecError(f"{whole.name} has no stage {stage!r}, or it has not begun")
+        self.run = self._closing.enter_context(whole.stage(stage) if stage else part_of(whole))
         facts = self.run.facts()
         options = facts.get(REVIEWED)
         self._options: JsonObject = options if isinstance(options, dict) else {}
@@ -204,10 +209,12 @@ class PeopleReview:
             self._closing.callback(self.promise.close)
 
     @classmethod
-    def open(cls, run: str | RunPlace, *, overlap: float | None = None, lease: float | None = None) -> Self:
+    def open(
+        cls, run: str | RunPlace, stage: str = "", *, overlap: float | None = None, lease: float | None = None
+    ) -> Self:
         """Return the review of a run, with what is known of it now. It closes the record too."""
         with ExitStack() as opened:
-            review = cls(opened.enter_context(open_run(run)), overlap=overlap, lease=lease)
+            review = cls(opened.enter_context(open_run(run)), stage, overlap=overlap, lease=lease)
             opened.callback(review._closing.close)
             review.catch_up()
             review._closing = opened.pop_all()
@@ -612,16 +619,16 @@ def given_gold(given: GivenGold) -> GivenGold:
         return GoldRows(str(given), review_gold(review))
 
 
-def review_command_of(run: RunReader) -> str:
+def review_command_of(name: str, stage: str = "") -> str:
     """Return the command that reviews a run."""
-    return f"batch-agent review {shlex.quote(run.name)}"
+    return f"batch-agent review {shlex.quote(name)}" + (f" --stage {stage}" if stage else "")
 
 
-def people_of(run: RunReader) -> PeopleReview | None:
+def people_of(run: RunReader, stage: str = "") -> PeopleReview | None:
     """Return the review of a run that people work on, or that needs people. None for any other run: there, rows that
     failed are for the models to try again. Close it."""
     try:
-        review = PeopleReview(run)
+        review = PeopleReview(run, stage)
     except SpecError:  # there is no run, or its last stage has not begun
         return None
     if review.expected or review.log.exists():
@@ -632,21 +639,26 @@ def people_of(run: RunReader) -> PeopleReview | None:
     return None
 
 
-def waiting_words(run: RunReader) -> str:
-    """Return how many rows wait for people, with the command for them; "" if none does."""
-    if (review := people_of(run)) is None:
-        return ""
-    with review:
-        count = review.waiting
-    waits = "row waits" if count == 1 else "rows wait"
-    return f"{count:,} {waits} for people: {review_command_of(run)}" if count else ""
+def waiting_words(run: RunReader, name: str = "") -> str:
+    """Return how many rows wait for people, with the command for them; "" if none does. In a pipeline, a line for each
+    stage. ``name`` is that of the run for a command line."""
+    said: list[str] = []
+    last = (stage_names(run.facts()) or [""])[-1]
+    for stage in run.begun_stages() or [""]:
+        if (review := people_of(run, stage)) is not None:
+            with review:
+                count = review.waiting
+            waits = "row waits" if count == 1 else "rows wait"
+            command = review_command_of(name or run.name, "" if stage == last else stage)
+            said += [f"{count:,} {waits} for people: {command}"] if count else []
+    return "\n".join(said)
 
 
 def review_gold(review: PeopleReview) -> Mapping[str, Mapping[str, JsonValue]]:
     """Return the answers of a finished audit by id and field. Raises SpecError if it is not finished."""
     review.catch_up()
     rows = review.queue(AUDIT)
-    name, command = review.whole.name, review_command_of(review.whole)
+    name, command = review.whole.name, review_command_of(review.whole.name)
     if not rows:
         raise SpecError(f"{name} has no audit: {command} --audit N lets people judge N random rows")
     left = review.left()[AUDIT]

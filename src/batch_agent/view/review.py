@@ -34,8 +34,8 @@ PAGE_POLICY = f"{HEADERS['Content-Security-Policy']}; frame-src 'self'"
 class ShownReview:
     """The review of a run, in its own thread."""
 
-    def __init__(self, place: RunPlace) -> None:
-        self._place = place
+    def __init__(self, place: RunPlace, stage: str) -> None:
+        self._place, self._stage = place, stage
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batch-agent-review")
         self._review: PeopleReview | None = None
 
@@ -49,7 +49,7 @@ class ShownReview:
             self._review.close()
             self._review = None
         if self._review is None:
-            self._review = PeopleReview.open(self._place)
+            self._review = PeopleReview.open(self._place, self._stage)
         return self._review
 
     async def close(self) -> None:
@@ -62,7 +62,7 @@ class ShownReview:
 
 
 class ReviewApi:
-    """The requests of reviewers. ``place_of`` finds a run by its key."""
+    """The requests of reviewers. ``place_of`` finds a run by its key; a stage of it is KEY/STAGE."""
 
     def __init__(self, place_of: Callable[[str], RunPlace]) -> None:
         self._place_of = place_of
@@ -83,7 +83,8 @@ class ReviewApi:
     def _of(self, request: web.BaseRequest) -> ShownReview:
         key = request.query.get("run", "")
         if key not in self._reviews:
-            self._reviews[key] = ShownReview(self._place_of(key))
+            whole, _, stage = key.partition("/")
+            self._reviews[key] = ShownReview(self._place_of(whole), stage)
         return self._reviews[key]
 
     async def _overview(self, request: web.BaseRequest) -> web.Response:
@@ -91,7 +92,11 @@ class ReviewApi:
 
         def tell(review: PeopleReview) -> JsonObject:
             review.prepare()
-            return {"run": review.whole.title, "form": review.form.to_json(), **_numbers(review, who)}
+            return {
+                "run": "/".join(filter(None, (review.whole.title, review.stage))),
+                "form": review.form.to_json(),
+                **_numbers(review, who),
+            }
 
         return _json(await self._of(request).do(tell))
 

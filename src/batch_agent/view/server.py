@@ -35,9 +35,9 @@ SOON = 0.03  # seconds that a page waits for the index
 
 
 class ViewServer:
-    def __init__(self, runs: ShownRuns, host: str = "127.0.0.1", port: int = 0, *, review: bool = False) -> None:
-        """``review``: the address is the link for the reviewers of the run."""
-        self._runs, self._host, self._port, self._is_review = runs, host, port, review
+    def __init__(self, runs: ShownRuns, host: str = "127.0.0.1", port: int = 0, *, review: str = "") -> None:
+        """``review``: the address is the link for the reviewers of the run with this key."""
+        self._runs, self._host, self._port, self._reviewed = runs, host, port, review
         self._review = ReviewApi(runs.place)
         self._guard = Guard(self._routes(), is_review)
         self._streams: set[asyncio.Task[object]] = set()
@@ -58,8 +58,8 @@ class ViewServer:
     def _address(self, port: int) -> str:
         host = "127.0.0.1" if self._host in ("0.0.0.0", "") else self._host
         host = f"[{host}]" if ":" in host else host
-        if self._is_review:
-            return f"http://{host}:{port}{self._link(next(iter(self._runs.first)))}"
+        if self._reviewed:
+            return f"http://{host}:{port}{self._link(self._reviewed)}"
         named = [quote(key, safe="") for key in self._runs.first]
         place = f"#/run/{named[0]}" if len(named) == 1 else f"#/compare/{named[0]}/{named[1]}" if named else ""
         return f"http://{host}:{port}/?token={self._guard.token}{place}"
@@ -104,7 +104,7 @@ class ViewServer:
         return static_file(request.path.removeprefix("/static/"))
 
     async def _review_page(self, request: web.BaseRequest) -> web.Response:
-        self._runs.place(request.query.get("run", ""))  # raises SpecError if there is none
+        self._runs.place(request.query.get("run", "").partition("/")[0])  # raises SpecError if there is none
         page = static_file("review.html")
         page.headers["Content-Security-Policy"] = PAGE_POLICY
         return page
@@ -112,7 +112,7 @@ class ViewServer:
     async def _review_link(self, request: web.BaseRequest) -> web.Response:
         """Send the link for reviewers; they cannot reach this themselves."""
         key = request.query.get("run", "")
-        self._runs.place(key)
+        self._runs.place(key.partition("/")[0])
         return _json({"link": self._link(key)})
 
     # The record

@@ -99,10 +99,10 @@ def _export(options: argparse.Namespace, run: RunReader, part: RunReader) -> int
     records = part.rows
     rows: Iterable[Record] = records
     with ExitStack() as opened:
-        review = opened.enter_context(PeopleReview(run)) if _is_reviewed(run, part) else None
+        review = opened.enter_context(PeopleReview(run, part.stage_name)) if _is_reviewed(part) else None
         if review is not None:
             review.catch_up()
-            rows = _Mapped(records, review.delivered)
+            rows = _Mapped(records, review.delivered) if review.begun else records
         if has_gold(run.facts()):
             rows = _Mapped(rows, partial(with_gold, taken=gold_of_record(run)))
         _write(kind, rows, run, part, output)
@@ -144,11 +144,8 @@ class _Mapped:
         return map(self.change, self.rows)
 
 
-def _is_reviewed(run: RunReader, part: RunReader) -> bool:
-    """Return whether people have judged rows of this part, which is the last stage of a pipeline or the run."""
-    names = stage_names(run.facts())
-    if names and part.stage_name != names[-1]:
-        return False
+def _is_reviewed(part: RunReader) -> bool:
+    """Return whether people work on this run, or on this stage."""
     with closing(log_of(part)) as log:
         return log.exists()
 
@@ -156,11 +153,11 @@ def _is_reviewed(run: RunReader, part: RunReader) -> bool:
 def _export_review(options: argparse.Namespace) -> int:
     """Write rows for a reviewer to fill in."""
     output, who = Path(options.review), name_of(options)
-    for name, given in (("format", options.format), ("stage", options.stage), ("output", options.output)):
+    for name, given in (("format", options.format), ("output", options.output)):
         if given is not None:
             raise SpecError(f"--{name} is not for --review, which writes its own table")
     refuse_missing_directory(output, str(output))
-    with PeopleReview.open(options.directory) as review:
+    with PeopleReview.open(options.directory, options.stage or "") as review:
         if isinstance(review.whole.place, Path):
             refuse_in_run_directory(output, review.whole.place)
         for what, path in files_read_by(review.whole.facts()):
@@ -168,7 +165,7 @@ def _export_review(options: argparse.Namespace) -> int:
         rows = take_rows(review, who, options.limit, options.queue)
         with written_file(output) as stream:
             write_table(review, rows, stream)
-        run = shlex.quote(options.directory)
+        run = shlex.quote(options.directory) + (f" --stage {options.stage}" if options.stage else "")
     say(f"batch-agent: {counted(len(rows), 'row')} for {harmless(who)} in {output}")
     if rows:
         say(f"fill in the columns answer, then: batch-agent import-review {run} {shlex.quote(str(output))}", wrap=False)

@@ -53,6 +53,7 @@ LONGEST_CHARACTER = 4  # bytes
 def add_review_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help=RUN_HELP)
     add_who(parser)
+    add_stage(parser)
     parser.add_argument("--queue", choices=QUEUES, help="only rows of this queue (default: the audit, then the repair)")
     parser.add_argument(
         "--audit", type=positive, metavar="N", help="let people audit N random rows of the run, judged blind"
@@ -67,10 +68,15 @@ def add_who(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--who", metavar="NAME", help="name of the reviewer (default: your login name)")
 
 
+def add_stage(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--stage", metavar="NAME", help="stage of a pipeline (default: the last stage)")
+
+
 def add_import_review_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help=RUN_HELP)
     parser.add_argument("file", metavar="FILE", nargs="?", help="the table that export --review wrote, filled in")
     add_who(parser)
+    add_stage(parser)
     parser.add_argument(
         "--release", action="store_true", help="afterwards, free all rows that this reviewer has in tables"
     )
@@ -87,7 +93,7 @@ def name_of(options: argparse.Namespace) -> str:
 
 
 def review_command(options: argparse.Namespace) -> int:
-    with PeopleReview.open(options.run) as review:
+    with PeopleReview.open(options.run, options.stage or "") as review:
         if options.audit is not None:
             review.audit(options.audit, name_of(options))
         if not options.page and not (sys.stdin.isatty() and sys.stdout.isatty()):
@@ -113,7 +119,9 @@ def _serve_page(options: argparse.Namespace) -> int:
     from batch_agent.view.runs import ShownRuns
     from batch_agent.view.server import ViewServer
 
-    server = ViewServer(ShownRuns([place_of(options.run)]), options.host, options.port, review=True)
+    runs = ShownRuns([place_of(options.run)])
+    key = "/".join(filter(None, (runs.first[0], options.stage)))
+    server = ViewServer(runs, options.host, options.port, review=key)
     if not is_loopback(options.host):
         say(
             f"batch-agent: WARNING: {options.host} is reachable from other machines, and the connection is not "
@@ -133,7 +141,7 @@ def import_review_command(options: argparse.Namespace) -> int:
     if options.file is None and not options.release:
         raise SpecError("give the FILE to import, or --release to free the rows that you have in tables")
     who = name_of(options)
-    with PeopleReview.open(options.run) as review:
+    with PeopleReview.open(options.run, options.stage or "") as review:
         code = ALL_OK
         if options.file is not None:
             found = import_table(review, who, Path(options.file))

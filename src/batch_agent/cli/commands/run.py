@@ -69,7 +69,7 @@ from batch_agent.observe.progress import Display, can_redraw, is_pipe, with_expe
 from batch_agent.observe.statistics import RecentResult, Statistics
 from batch_agent.observe.summary import promise_summary, score_summary, summary_json, summary_lines
 from batch_agent.observe.terminal import LiveDisplay, PlainDisplay, TerminalDisplay
-from batch_agent.observe.text import counted, harmless, rows
+from batch_agent.observe.text import counted, harmless, harmless_lines, rows
 from batch_agent.record.address import StoreAddress, directory_of, place_of
 from batch_agent.record.keys import Keys
 from batch_agent.record.people import waiting_words
@@ -443,10 +443,10 @@ class Reporter:
         escalated = statistics.cascade is not None and statistics.cascade.for_people > 0
         if not escalated or statistics.ended != "complete" or self._place is None:
             return False
-        with open_run(Path(self._name) if isinstance(self._place, Path) else self._place) as record:
-            words = waiting_words(record)
+        with open_run(self._place) as record:  # people may have judged some of them already
+            words = waiting_words(record, self._record(statistics) or self._name)
         if words:
-            say(harmless(words), wrap=False)
+            say(harmless_lines(words), wrap=False)
         return bool(words)
 
     def _say_overall(self, statistics: Statistics) -> None:

@@ -4,8 +4,8 @@ import { get, steer } from "./source.js";
 
 export async function control({ key, page, onNews }) {
   const { run } = await get("run", { run: key });
-  const asked = key.includes("/") ? null : (await get("link", { run: key })).link;
-  const invite = asked && panel("Link for reviewers", null, h("p", null, "It reaches the review of this run alone, until the page is stopped."), h("p", { class: "command" }, location.origin + asked));
+  const asked = (await get("link", { run: key })).link;
+  const invite = panel("Link for reviewers", null, h("p", null, "It reaches the review of this run alone, until the page is stopped."), h("p", { class: "command" }, location.origin + asked));
   const said = h("span", { class: "said-now quiet" }), list = h("div"), now = h("div");
   const inflight = h("input", { type: "number", min: 1, class: "count", "aria-label": "requests in flight" });
   let alive = null, edited = false;

@@ -38,7 +38,7 @@ function bar(key, part, run) {
       h("span", { id: "state" }, run ? state(run.state) : null)),
     key ? h("nav", { class: "tabs" }, TABS.filter(([name]) => !isReport || name !== "control").map(([name, title]) =>
       h("a", { href: "#" + address("run", key, name), class: part === name || (part === "row" && name === "rows") ? "on" : null }, title)),
-      isReport || stage ? null : h("a", { href: `/review?${new URLSearchParams({ run: key })}` }, "Review")) : null,
+      isReport ? null : h("a", { href: `/review?${new URLSearchParams({ run: key })}` }, "Review")) : null,
     h("button", { class: "plain", title: "light or dark", onclick: theme, "aria-label": "light or dark" }, "◐"));
 }
 
