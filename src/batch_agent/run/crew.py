@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("batch_agent")
 
 LEAVE_SECONDS = 5.0  # for workers to leave when the run has ended
+KNOWN_SECONDS = 2.0  # until each process knows that the budget is spent: twice the time between two reports
 STARTS = 5  # times in a row that one process is started again
 STEADY_SECONDS = 60.0  # a process that has worked for so long was no failed start: it is counted from the beginning
 PAUSE = 0.5  # seconds before that
@@ -102,6 +103,8 @@ class ProcessCrew:
         while True:
             began = clock()
             status, said = await self._run_one(number)
+            if status == 0 and run.wants_workers and not self._ending:
+                await asyncio.sleep(KNOWN_SECONDS)  # the worker may have seen that the budget is spent
             if self._ending or (status == 0 and not run.wants_workers):
                 return
             why = said or (f"it was ended by signal {-status}" if status < 0 else f"its exit status was {status}")
