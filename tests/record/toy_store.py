@@ -81,7 +81,7 @@ class Kept:
 
 
 class ToyStore:
-    instant, group, unstarted = False, 16, 0
+    instant, group, unstarted, writes, folder = False, 16, 0, True, None
 
     def __init__(
         self,

@@ -42,7 +42,7 @@ logger = logging.getLogger("batch_agent")
 
 # Calls that read or write files, or wait.
 BLOCKING = frozenset(
-    {"facts", "open_feed", "feed", "write_facts", "close_feed", "spent", "claim", "job_lines", "add_job_lines"}
+    {"open", "facts", "open_feed", "feed", "write_facts", "close_feed", "spent", "claim", "job_lines", "add_job_lines"}
     | {"close", "beat", "resign", "steer", "wait_calls"}
 )
 OpenJournal = Callable[..., SqliteJournal]
@@ -66,7 +66,7 @@ class DirectoryStore(MemoryStore):
         wall: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(clock, wall)
-        self.path = path
+        self.path = self.folder = path
         self.schema: OutputSchema[object] | None = None
         self._open_journal = open_journal
         self._directory: RunDir | None = None

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count, islice
 from math import inf
+from pathlib import Path
 from threading import Condition, RLock
 from typing import TypeVar
 
@@ -84,7 +85,8 @@ class MemoryStore:
     """``clock`` returns monotonic seconds, ``wall`` the time of day, by which a next process continues."""
 
     instant, group = True, 1
-    writes = False  # commits write files, which may take long
+    writes = False
+    folder: Path | None = None
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time) -> None:
         self._clock, self._wall = clock, wall

@@ -290,7 +290,7 @@ class ServedStore:
     ``exchange`` sends a call and returns its answer. ``watch`` calls back when that process has ended, from another
     thread."""
 
-    instant, group, unstarted = False, 4 * GROUP, 0
+    instant, group, unstarted, writes, folder = False, 4 * GROUP, 0, True, None
 
     def __init__(
         self,

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Literal, ParamSpec, Protocol, TypeVar, cast
 
 from batch_agent.blocking import on_this_loop
@@ -309,13 +310,19 @@ class WorkStore(Protocol):
 
     ``instant``: the store is in this process, with its queue in memory. ``group``: rows that a worker takes per call.
     ``unstarted``: rows in that queue that were not taken, or whose lease has ended; 0 if the queue is elsewhere.
+    ``writes``: commits are written, to files or to another process. ``folder``: the run directory, if this process has
+    it.
     """
 
     instant: bool
     group: int
+    writes: bool
 
     @property
     def unstarted(self) -> int: ...
+
+    @property
+    def folder(self) -> Path | None: ...
 
     def blocks(self, call: str) -> bool:
         """Return whether this call may block now: it reads or writes files, or another process answers it."""

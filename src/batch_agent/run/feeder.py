@@ -30,7 +30,6 @@ from batch_agent.observe.event_lines import read_events
 from batch_agent.observe.metrics import Emit
 from batch_agent.record.journal import to_its_end
 from batch_agent.record.keys import Keys
-from batch_agent.record.memory import MemoryStore
 from batch_agent.record.row_json import decode_result, decode_row, encode_row
 from batch_agent.record.store import (
     OBSERVED,
@@ -152,7 +151,7 @@ class Feeder:
         self._session = await store.open_feed(self.facts, resuming, keep_results_only=only_results)
         self._position = self._session.position
         self._had_past = bool(self._session.previous)
-        self._identifies = type(store.blocking) is not MemoryStore  # rows without a record need no identity
+        self._identifies = store.blocking.writes  # rows without a record need no identity
         store.listen(self._news.set, results=True)
 
     def _keep_keys(self, previous: JsonObject) -> None:

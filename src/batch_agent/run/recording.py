@@ -89,13 +89,12 @@ async def open_to_feed(
         store = open_record(spec)
     else:
         store = await in_thread(lambda: open_record(spec))
-    if type(store) is MemoryStore:
-        return Store(store)
-    try:
-        await in_thread(partial(store.open, resuming))
-    except BaseException:
-        await in_thread(store.close)
-        raise
+    if store.blocks("open"):
+        try:
+            await in_thread(partial(store.open, resuming))
+        except BaseException:
+            await in_thread(store.close)
+            raise
     return Store(store)
 
 
@@ -352,7 +351,7 @@ def open_journal(
     journal = Journal(
         store,
         number,
-        in_memory=type(store.blocking) is MemoryStore,
+        in_memory=not store.blocking.writes,
         account=account,
         more=None if store.instant else work.increment,
         encoded=encoder(store, prepared, number),

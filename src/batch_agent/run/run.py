@@ -629,8 +629,8 @@ class Run(Generic[T]):
             self._feeder.worker = number
         if self._outer is None:
             self.shared.journal = self._journal
-        if self._feeds and isinstance(store.blocking, DirectoryStore):
-            await self._watch.begin(store, store.blocking.path, recording.asked_json(prepared), self.shared.clock())
+        if self._feeds and (folder := store.blocking.folder) is not None:
+            await self._watch.begin(store, folder, recording.asked_json(prepared), self.shared.clock())
         return number
 
     async def _begin_feed(self, prepared: Prepared, store: Store, fingerprint: bytes) -> None:

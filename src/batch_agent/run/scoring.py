@@ -15,9 +15,7 @@ from batch_agent.errors import SpecError, StoreError
 from batch_agent.files.gold import TakenGold, was_seen
 from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject
-from batch_agent.record.directory import DirectoryStore
 from batch_agent.record.looks import LEDGER
-from batch_agent.record.memory import MemoryStore
 from batch_agent.record.private import private
 from batch_agent.record.rundir import GOLD
 from batch_agent.record.scoring import RunGold, add_result, asked_of, keep_looks, looks_lines, with_looks
@@ -66,7 +64,7 @@ class RunScoring:
 
     def keep(self, store: RunStore) -> None:
         """Write the gold into the record of the run, which its workers do not read. May block."""
-        if len(self.taken.table) != self.kept and type(store) is not MemoryStore:
+        if len(self.taken.table) != self.kept and store.writes:
             self.kept = len(self.taken.table)
             keep_lines(store, GOLD, self.taken.table.lines())
 
@@ -114,9 +112,9 @@ def measured(controls: Controls, prepared: Prepared, store: WorkStore) -> JsonOb
         found = controls.score()
     except SpecError as error:  # of the user's own function: the answers are there
         return {"score": None, "score_error": str(error)}
-    if isinstance(store, DirectoryStore):
-        keep_looks(found, store.path)
-    elif type(store) is not MemoryStore:
+    if store.folder is not None:
+        keep_looks(found, store.folder)
+    elif store.writes:
         store.put_file(LEDGER, b"".join(looks_lines(found)).decode())
         return {}  # workers read the facts of a run in Redis, and a score has gold in its matrix
     return {"score": found.to_json()}
@@ -124,8 +122,8 @@ def measured(controls: Controls, prepared: Prepared, store: WorkStore) -> JsonOb
 
 def keep_lines(store: RunStore, name: str, lines: Iterable[bytes]) -> None:
     """Write a file of lines into the record of a run. May block."""
-    if isinstance(store, DirectoryStore):
-        _write(store.path / name, lines)
+    if store.folder is not None:
+        _write(store.folder / name, lines)
     else:
         store.put_file(name, b"".join(lines).decode())
 

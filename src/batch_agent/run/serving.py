@@ -11,7 +11,6 @@ from typing import cast
 from batch_agent.blocking import on_this_loop
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
-from batch_agent.record.directory import DirectoryStore
 from batch_agent.record.memory import MemoryStore
 from batch_agent.record.served import StoreDesk, StoreServer
 from batch_agent.record.store import Store
@@ -45,8 +44,7 @@ class Serving:
         """Path of the socket, which is created at first use. Raises SpecError if other processes cannot work on the
         run."""
         if self._server is None:
-            folder = self._store.path if isinstance(self._store, DirectoryStore) else None
-            self._server = StoreServer(self.desk, folder)
+            self._server = StoreServer(self.desk, self._store.folder)
         return self._server.path
 
     @property

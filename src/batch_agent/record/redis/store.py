@@ -151,7 +151,7 @@ return redis.call('ZRANGEBYSCORE', KEYS[1], tonumber(redis.call('TIME')[1]), '+i
 class RedisRunStore:
     """One run. It is thread-safe."""
 
-    instant, group, unstarted = False, GROUP, 0
+    instant, group, unstarted, writes, folder = False, GROUP, 0, True, None
 
     def __init__(self, connection: RedisConnection) -> None:
         self.connection, self.address = connection, connection.address
