@@ -15,7 +15,7 @@ from tests.cli.commandline import batch_agent
 from tests.run.promised import MOODS, answer, judge, table
 
 from batch_agent import BatchAgent
-from batch_agent.testing import ScriptedServer
+from batch_agent.testing import Fail, Request, Say, ScriptedServer
 
 
 @pytest.fixture(autouse=True)
@@ -207,3 +207,51 @@ async def test_an_exported_table_is_compared_with_what_the_run_delivers(tmp_path
     other = await batch_agent(tmp_path, "certify", "--check", "certificate.json", "--table", "table.csv", "run")
     assert other.code == 1
     assert "of table.csv has another answer" in other.stderr
+
+
+def other(request: Request) -> Say | Fail:
+    """The larger model says the opposite of the small one, so that each answer is in the journal of its entry only."""
+    said = answer(request)
+    if isinstance(said, Fail):
+        return said
+    return Say('{"mood": "calm"}' if "angry" in said.text else '{"mood": "angry"}')
+
+
+async def edited(place: Path, escalated: Callable[[dict[str, Any]], bool]) -> str:
+    """Edit the answer of a row in the results, and return what the check says."""
+
+    def change(lines: list[dict[str, Any]]) -> None:
+        flip(next(line for line in lines if escalated(line)))
+
+    of_lines("results.jsonl", change)(place)
+    return (await batch_agent(place, "certify", "--check", "certificate.json", "run")).stderr
+
+
+async def test_answers_of_samples_and_of_later_entries_of_a_cascade_are_found_in_the_journal(tmp_path: Path) -> None:
+    made = table(120, wrong=0.05)
+    rows = [{"id": row["id"], "text": row["text"]} for row in made]
+    known: dict[str, Any] = {"task": "{text}", "inputs": rows, "output_schema": MOODS, "max_retries": 0}
+    known["promise"] = "mood.accuracy >= 0.85"
+    async with (
+        ScriptedServer(answer, models=["small"]) as small,
+        ScriptedServer(other, models=["large"]) as large,
+    ):
+        entries = [{"backend": small.backend_url, "model": "small"}, {"backend": large.backend_url, "model": "large"}]
+        results = await BatchAgent.run(
+            **known, cascade=[*entries, "people"], escalate="doubt > 0.2", run_dir=tmp_path / "cascade" / "run"
+        )
+        assert {result.answered_by for result in results} >= {"small", "large"}
+        draws = iter(range(10**6))
+        voting = ScriptedServer(lambda request: other(request) if next(draws) % 3 == 0 else answer(request))
+        async with voting as server:
+            await BatchAgent.run(
+                **known, backend=server.backend_url, model="m", samples=3, run_dir=tmp_path / "votes" / "run"
+            )
+    for name in ("cascade", "votes"):
+        judge(tmp_path / name / "run", made)
+        written = await batch_agent(tmp_path / name, "certify", "run", "-o", "certificate.json")
+        assert written.code == 0, written.stderr
+        checked = await batch_agent(tmp_path / name, "certify", "--check", "certificate.json", "run")
+        assert checked.code == 0, checked.stderr
+    said = await edited(tmp_path / "cascade", lambda line: line["ok"] and line.get("answered_by") == "small")
+    assert "does not agree" in said

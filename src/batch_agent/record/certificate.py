@@ -15,6 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -26,7 +27,7 @@ from batch_agent.files.results import from_json, to_json
 from batch_agent.files.tables import Record
 from batch_agent.messages import JsonObject
 from batch_agent.record.codec import ASKED, ENDED, decode
-from batch_agent.record.keys import row_of
+from batch_agent.record.keys import derived, entry_mark, row_of, sample_mark
 from batch_agent.record.people import PeopleReview
 from batch_agent.record.promise import (
     NEVER,
@@ -41,7 +42,7 @@ from batch_agent.record.promise import (
     row_digest,
 )
 from batch_agent.record.reader import RunReader, open_run, parsed
-from batch_agent.record.rundir import FAILURES, JOURNAL, RESULTS
+from batch_agent.record.rundir import FAILURES, JOURNAL, RESULTS, recorded_options
 from batch_agent.record.score_reader import records_of
 from batch_agent.record.sqlite import open_to_read
 from batch_agent.record.steps import Asked, Ended
@@ -54,6 +55,8 @@ from batch_agent.version import __version__
 
 FORMAT = 1
 BUCKETS = 256  # sums of answers, by the first byte of the digest of a row
+ROWS_AT_ONCE = 20_000  # rows that are compared one by one with one reading of the journal
+MOST_SAMPLES = 16  # of an entry of a cascade
 PART = 32 * 2**20  # bytes of result lines that a process reads at once
 LEFT_OUT = "failed"
 METHOD = (
@@ -235,27 +238,57 @@ def _journal_sums(path: str) -> list[int]:
 
 def _differing_row(run: RunReader, buckets: frozenset[int]) -> str:
     """Return the name of the first row whose answer is not one that the journal has, or "". A vote and a mended answer
-    are in no single step, so each field is looked for in all answers of the row."""
-    said: dict[bytes, list[JsonValue]] = {}
-    if isinstance(run.place, Path):
+    are in no single step, so each field is looked for in all answers of the row: of its samples, and of the entries of
+    a cascade."""
+    if not isinstance(run.place, Path):
+        for place, record in run.rows.placed():
+            if record.get("ok") and not _is_said(cast(JsonValue, record.get("output")), _said_by(run, place, record)):
+                return str(record.get("job_id"))
+        return ""
+    marks = _marks(run.facts())
+    doubtful = _doubtful(run.rows, buckets)
+    while some := [*islice(doubtful, ROWS_AT_ONCE)]:
+        agents = {content: [content, *_further(content, marks)] for _, content, _ in some}
         with closing(open_to_read(run.place / JOURNAL)) as db:
-            said = _said_in(db, buckets)
-    for place, record in run.rows.placed():
-        content = row_of(record.get("input"), "")
-        if not record.get("ok") or (isinstance(run.place, Path) and content[0] not in buckets):
-            continue
-        answers = said.get(content, []) if isinstance(run.place, Path) else _said_by(run, place, record)
-        if not _is_said(cast(JsonValue, record.get("output")), answers):
-            return str(record.get("job_id"))
+            said = _said_in(db, {digest for each in agents.values() for digest in each})
+        for name, content, output in some:
+            if not _is_said(output, [answer for digest in agents[content] for answer in said.get(digest, ())]):
+                return name
     return ""
 
 
-def _said_in(db: sqlite3.Connection, buckets: frozenset[int]) -> dict[bytes, list[JsonValue]]:
+def _doubtful(rows: Iterable[Record], buckets: frozenset[int]) -> Iterator[tuple[str, bytes, JsonValue]]:
+    """Yield the rows whose answers are to be compared: id, digest of the input and answer."""
+    for record in rows:
+        content = row_of(record.get("input"), "")
+        if record.get("ok") and content[0] in buckets:
+            yield str(record.get("job_id")), content, cast(JsonValue, record.get("output"))
+
+
+def _marks(facts: JsonObject) -> tuple[int, list[str]]:
+    """Return how many samples a row may have, and the labels of a cascade's entries after the first."""
+    samples, cascade = recorded_options(facts).get("samples"), facts.get("cascade")
+    entries = cascade.get("entries") if isinstance(cascade, dict) else None
+    labels = [str(each["label"]) for each in entries[1:] if isinstance(each, dict)] if isinstance(entries, list) else []
+    asked = samples if isinstance(samples, int) else 1
+    return max(asked, MOST_SAMPLES) if labels else asked, labels
+
+
+def _further(content: bytes, marks: tuple[int, list[str]]) -> Iterator[bytes]:
+    """Yield the digests under which the journal has the further agents of a row."""
+    samples, labels = marks
+    for digest in (content, *(derived(content, entry_mark(label, b"")) for label in labels)):
+        if digest != content:
+            yield digest
+        yield from (derived(digest, sample_mark(number)) for number in range(1, samples))
+
+
+def _said_in(db: sqlite3.Connection, wanted: set[bytes]) -> dict[bytes, list[JsonValue]]:
     found: dict[bytes, list[JsonValue]] = {}
     for row, kind, body in db.execute("SELECT row, kind, body FROM record WHERE kind IN (?, ?)", (ENDED, ASKED)):
-        content = bytes(row)
-        if content[0] in buckets:
-            found.setdefault(content, []).extend(_answers(kind, bytes(body)))
+        digest = bytes(row)
+        if digest in wanted:
+            found.setdefault(digest, []).extend(_answers(kind, bytes(body)))
     return found
 
 

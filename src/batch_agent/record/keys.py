@@ -93,6 +93,19 @@ def asked_of(key: bytes) -> bytes:
     return key[:KEY_BYTES]
 
 
+def derived(digest: bytes, mark: bytes) -> bytes:
+    """Return the digest of a further agent of a row: of a sample, or of an entry of a cascade."""
+    return blake2b(digest + mark, digest_size=KEY_BYTES).digest()
+
+
+def sample_mark(number: int) -> bytes:
+    return b" sample %d" % number
+
+
+def entry_mark(label: str, fingerprint: bytes) -> bytes:
+    return b" entry " + label.encode("utf-8", "surrogatepass") + fingerprint
+
+
 def row_of(value: object, question: str) -> bytes:
     """Return the digest of the whole input, with ``id`` and unused columns: an edited input is another row."""
     try:

@@ -326,7 +326,7 @@ class RunPromise:
     def recounted(self, counts: FinishedDoubts, order: Sequence[int]) -> None:
         """Use counts of the rows and an order of the audit that were made by a reader of its own."""
         self._scan.close()
-        self._scan, self._head = counts, [*order]
+        self._scan, self._head, self._full = counts, [*order], []
 
     # The order of the audit
 

@@ -12,7 +12,6 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from typing import Any, TypeAlias, cast
 
 from pydantic import JsonValue
@@ -34,7 +33,7 @@ from batch_agent.messages import JsonObject
 from batch_agent.observe.entry_counts import EntryCounts
 from batch_agent.observe.metrics import Metrics
 from batch_agent.observe.text import rows
-from batch_agent.record.keys import KEY_BYTES, asked_of
+from batch_agent.record.keys import asked_of, derived, entry_mark
 from batch_agent.record.replay import Call
 from batch_agent.record.steps import Past
 from batch_agent.record.store import Identity
@@ -64,12 +63,8 @@ OpenDesk: TypeAlias = Callable[[Prepared, Dispatcher], AbstractAsyncContextManag
 
 def entry_identity(row: Identity, label: str, prepared: Prepared) -> Identity:
     """Return the identity of a row at an entry after the first. It does not depend on the id of the row."""
-    mark = b" entry " + label.encode("utf-8", "surrogatepass")
-    return Identity(_digest(asked_of(row.key), mark + fingerprint_of(prepared)), _digest(row.row, mark))
-
-
-def _digest(data: bytes, mark: bytes) -> bytes:
-    return blake2b(data + mark, digest_size=KEY_BYTES).digest()
+    key = derived(asked_of(row.key), entry_mark(label, fingerprint_of(prepared)))
+    return Identity(key, derived(row.row, entry_mark(label, b"")))
 
 
 def further_identities(row: Identity, prepared: Prepared) -> list[Identity]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from hashlib import blake2b
 from typing import Any, cast
 
 from pydantic import JsonValue
@@ -20,7 +19,7 @@ from batch_agent.files.results import from_json, plainly, to_json
 from batch_agent.foreign import describe, traceback_of
 from batch_agent.job import AgentError, AgentResult, Job
 from batch_agent.messages import JsonObject
-from batch_agent.record.keys import KEY_BYTES, asked_of
+from batch_agent.record.keys import asked_of, derived, sample_mark
 from batch_agent.record.store import Identity
 from batch_agent.run.parts import Several
 from batch_agent.trust.votes import FAILED, PENDING, Outcome, Vote, VoteError, Voting
@@ -30,16 +29,12 @@ def identity_of(row: Identity, number: int) -> Identity:
     """Return the identity of a sample. That of the first is that of its row; the others do not depend on its id."""
     if not number:
         return row
-    return Identity(_of_sample(asked_of(row.key), number), _of_sample(row.row, number))
+    return Identity(derived(asked_of(row.key), sample_mark(number)), derived(row.row, sample_mark(number)))
 
 
 def samples_of(row: Identity, count: int) -> list[Identity]:
     """Return the identities of the samples of a row."""
     return [identity_of(row, number) for number in range(count)]
-
-
-def _of_sample(digest: bytes, number: int) -> bytes:
-    return blake2b(digest + b" sample %d" % number, digest_size=KEY_BYTES).digest()
 
 
 class Samples(Several):
