@@ -172,9 +172,9 @@ async def test_a_server_that_is_stopped_lets_answers_end_and_ends_longer_ones_wi
     def script(request: Request) -> ScriptedReply:
         if "never" in request.text:
             return Hang()
-        return Say("word " * (100_000 if "endless" in request.text else 40), chunk_delay=0.02, latency=0.2)
+        return Say("word " * (100_000 if "endless" in request.text else 40), chunk_delay=0.01, latency=0.1)
 
-    command = ("-m", "batch_agent", "serve", "--data", str(tmp_path), "--port", "0", "--reserve", "1K", "--drain", "2s")
+    command = ("-m", "batch_agent", "serve", "--data", str(tmp_path), "--port", "0", "--reserve", "1K", "--drain", "3s")
     async with backend(script) as model, aiohttp.ClientSession() as session:
         process = await start(*command, "--backend", model.backend_url, stdout=asyncio.subprocess.PIPE)
         assert process.stdout is not None
