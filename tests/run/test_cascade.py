@@ -212,6 +212,17 @@ async def test_rows_that_no_model_can_answer_wait_for_people() -> None:
 
 
 @virtual_clock
+@pytest.mark.parametrize("people", [False, True])
+async def test_a_failed_row_is_retried_at_the_last_model_unless_people_have_it(people: bool, tmp_path: Path) -> None:
+    place = {"run_dir": tmp_path / "run", "inputs": ["a"], "people": people}
+    await run(says({}, "no json"), says({}, "no json"), **place)
+    results, small, large = await run(says({}), says({}, BAD), **place, resume=True)
+    assert small.requests == []
+    assert len(large.requests) == (0 if people else 1)
+    assert (results[0].ok, results[0].waits_for) == ((False, "people") if people else (True, None))
+
+
+@virtual_clock
 async def test_an_answer_that_waits_for_people_is_delivered_meanwhile() -> None:
     results, _, _ = await run(says({}), says({}), people=True, escalate="output.mood == 'good'", inputs=["a"])
     assert (results[0].output, results[0].answered_by, results[0].waits_for) == ({"mood": "good"}, "large", "people")
@@ -476,8 +487,9 @@ async def test_an_edited_entry_drops_its_own_answers_only_and_asks_before(tmp_pa
     place = {"run_dir": tmp_path / "run"}
     await run(says({"b": "no json"}), says({}, BAD), **place)
     edited = {"second": {"system_prompt": "Again."}, **place, "resume": True}
-    with pytest.raises(SpecError, match="1 recorded answer would be dropped"):
+    with pytest.raises(SpecError, match="1 recorded answer would be dropped") as raised:
         await run(says({}), says({}, GOOD), **edited)
+    assert "cascade: entry 2: system_prompt: not given → Again." in str(raised.value)
     kept, small, large = await run(says({}), says({}, GOOD), **edited, on_change="keep")
     assert [result.output for result in kept] == [{"mood": "good"}, {"mood": "bad"}]
     assert small.requests == large.requests == []

@@ -298,3 +298,25 @@ async def test_a_page_that_is_opened_before_its_run_begins_shows_it_then(tmp_pat
         await page.until("document.body.innerText.includes('has not started')")
         await recorded(tmp_path / "run", 8)
         await page.until("document.querySelector('.tiles')")
+
+
+async def test_the_page_of_a_row_shows_the_entries_of_its_cascade(tmp_path: Path) -> None:
+    async with (
+        ScriptedServer(lambda request: Say("<b>no json</b>"), models=["small"]) as one,
+        ScriptedServer(lambda request: Say('{"mood": "good"}'), models=["large"]) as two,
+    ):
+        await BatchAgent.run(
+            task="{input}",
+            inputs=["a"],
+            output_schema={"mood": "good|bad"},
+            max_retries=0,
+            cascade=[{"backend": one.backend_url}, {"backend": two.backend_url}, "people"],
+            escalate="output.mood == 'good'",
+            run_dir=tmp_path / "run",
+            progress=False,
+        )
+    async with opened(tmp_path / "run", place="/run/run/row/0") as page:
+        await page.until("document.body.innerText.includes('This row waits for people.')")
+        shown = await page.text()
+        assert "answered by large" in shown
+        assert "small" in shown and "NotJSON" in shown

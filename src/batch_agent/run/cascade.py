@@ -174,7 +174,6 @@ def edited_entries(prepared: Prepared, facts: JsonObject) -> dict[str, bool]:
     known: Any = facts.get("cascade")
     if not isinstance(known, dict):
         return {}
-    prepared = with_recorded_models(prepared, facts)
     later = () if prepared.cascade is None else prepared.cascade.later
     now = {each.label: None if each.prepared.model is None else fingerprint_of(each.prepared).hex() for each in later}
     return {
@@ -269,11 +268,12 @@ class CascadeRow(Several):
 
     def may_retry(self, pasts: Sequence[Past | None]) -> bool:
         """Return whether the next entry, which may have failed before, is asked again. One that failed by the content
-        of the row is not, if another one can be asked or an earlier answer stays."""
+        of the row is not, if another one or people can be asked, or an earlier answer stays."""
         failed = [past.failed.error for past in pasts if past is not None and past.failed is not None]
         if not any(map(failed_by_content, failed)):
             return True
-        return self.place == len(self.ladder.names) - 1 and not any(result.ok for result in self._asked)
+        is_last = self.place == len(self.ladder.names) - 1 and not self.ladder.cascade.people
+        return is_last and not any(result.ok for result in self._asked)
 
     def stop(self, error: JobError) -> None:
         """End the row now with this error."""

@@ -14,6 +14,7 @@ from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
+from itertools import zip_longest
 from pathlib import Path
 from textwrap import shorten
 from typing import Literal, TypeAlias, cast
@@ -36,7 +37,7 @@ from batch_agent.record.reader import RunReader, open_run
 from batch_agent.record.rundir import OPTIONS, recorded_options
 from batch_agent.record.steps import Past
 from batch_agent.record.store import Adoption
-from batch_agent.run.cascade import edited_entries
+from batch_agent.run.cascade import edited_entries, with_recorded_models
 from batch_agent.run.matching import NAMED, Matched, Matching, readable_again
 from batch_agent.run.worker import starts_afresh
 from batch_agent.spec import BatchSpec
@@ -143,6 +144,8 @@ def differences(facts: JsonObject, now: Mapping[str, JsonValue]) -> Iterator[str
             continue
         if name == "tools" and isinstance(old, dict) and isinstance(value, dict):
             yield f"tools: {', '.join(_tools_changed(old, value))}"
+        elif name == "cascade" and isinstance(old, list) and isinstance(value, list):
+            yield f"cascade: {', '.join(_entries_changed(old, value))}"
         elif hashed.get(name) is Compared.HASH or name in ("runtime", "compaction_backend"):
             yield f"{name}: changed"
         elif name in BatchSpec.model_fields and kinds(BatchSpec, name) == {str} and isinstance(old, str):
@@ -169,6 +172,18 @@ def _tools_changed(old: JsonObject, new: JsonObject) -> Iterator[str]:
     yield from (f"+ {name}" for name in new if name not in old)
     yield from (f"- {name}" for name in old if name not in new)
     yield from (f"{name} changed" for name in new if name in old and old[name] != new[name])
+
+
+def _entries_changed(old: list[JsonValue], new: list[JsonValue]) -> Iterator[str]:
+    """Yield what differs between the entries of two cascades, by their places."""
+    for place, (one, other) in enumerate(zip_longest(old, new), start=1):
+        if isinstance(one, dict) and isinstance(other, dict):
+            differ = [f"{name}: {_value(one.get(name))} → {_value(other.get(name))}"
+                      for name in {**one, **other} if one.get(name) != other.get(name)]  # fmt: skip
+            if differ:
+                yield f"entry {place}: {', '.join(differ)}"
+        elif one != other:
+            yield f"entry {place}: {_value(one)} → {_value(other)}"
 
 
 def _value(value: JsonValue) -> str:
@@ -343,6 +358,7 @@ def _compare(
     resend: bool,
 ) -> Changes:
     prepared, same = matched(prepared, facts, worker)
+    prepared = with_recorded_models(prepared, facts)
     same = same and not (resend and facts.get("forced"))
     edits = list(differences(facts, options_of(prepared)))
     edited = edited_entries(prepared, facts)
