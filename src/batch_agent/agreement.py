@@ -66,8 +66,6 @@ def _of_a_promise(options: Mapping[str, object]) -> Iterator[str]:
             'truth="gold" needs gold and pilot: only the gold of a random sample that the run draws itself proves '
             "anything about the table"
         )
-    if options["truth"] == "last" and options.get("cascade") is None:
-        yield 'truth="last" needs a cascade, whose last model is taken to be right'
 
 
 def _of_workers(options: Mapping[str, object]) -> Iterator[str]:

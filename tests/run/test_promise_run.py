@@ -11,6 +11,7 @@ from tests.run.promised import MOODS, answer, judge, table
 
 from batch_agent import BatchAgent, Results
 from batch_agent.errors import SpecError
+from batch_agent.record.people import PeopleReview
 from batch_agent.record.promise import PromiseStanding
 from batch_agent.run.promise import priced, standing_of
 from batch_agent.testing import ScriptedServer
@@ -170,7 +171,7 @@ async def test_a_beacon_changes_the_rows_and_is_refused_once_the_audit_began(tmp
         ({"pilot": 5, "pilot_key": "x"}, "pilot_key and promise exclude each other"),
         ({"keep": "results", "processes": 2}, 'keep="results" and promise exclude each other'),
         ({"truth": "gold"}, 'truth="gold" needs gold and pilot'),
-        ({"truth": "last"}, 'truth="last" needs a cascade'),
+        ({"truth": "model"}, 'truth: must be "people", "gold" or None'),
         ({"run_dir": None}, "promise needs a record"),
         ({"promise": "moot.accuracy >= 0.9"}, "has no field 'moot'"),
         ({"doubt": False}, "doubt=False and promise exclude each other"),
@@ -217,3 +218,70 @@ async def test_a_row_that_is_edited_begins_the_audit_again_and_keeps_the_judgeme
     assert again.state == "kept"
     assert 0 < more < again.judgements
     assert len(events(tmp_path / "run", "thresholds")) == 2
+
+
+def say(place: Path, kind: str, *, rows: list[dict[str, Any]], who: str = "ann", given: Any = None) -> Any:
+    """Let a person say something of the next row, and return the row."""
+    with PeopleReview.open(str(place), overlap=1.0 if who != "ann" else 0.0) as review:
+        shown = review.next(who)
+        assert shown is not None
+        truth = {row["id"]: row["truth"] for row in rows}[shown.row.id]
+        output = {"mood": truth} if given is None else given(truth)
+        row = shown.row
+        review.judge(who, row.row, row.queue, kind, output if kind == "answer" else None, row.input)  # type: ignore[arg-type]
+        return row
+
+
+async def test_a_skipped_row_is_waited_for_and_after_two_skips_it_is_wrong(tmp_path: Path) -> None:
+    rows = table(200, wrong=0.0)
+    await run(rows, tmp_path / "run")
+    skipped = say(tmp_path / "run", "skip", rows=rows)
+    for _ in range(5):
+        say(tmp_path / "run", "answer", rows=rows)
+    assert standing(tmp_path / "run").audited == 0, "the first row of the order is open"
+    while say(tmp_path / "run", "skip", rows=rows, who="bob").row != skipped.row:
+        pass
+    assert standing(tmp_path / "run").audited == 6
+    with PeopleReview.open(str(tmp_path / "run")) as review:
+        assert review.promise is not None
+        assert [wrong for _, wrong, _ in review.promise.audited()] == [True, *[False] * 5]
+
+
+async def test_a_row_without_a_right_answer_is_wrong_and_out_of_coverage(tmp_path: Path) -> None:
+    rows = table(200, wrong=0.0)
+    await run(rows, tmp_path / "run")
+    say(tmp_path / "run", "none", rows=rows)
+    found = standing(tmp_path / "run")
+    assert (found.audited, found.coverage) == (1, 199 / 200)
+    assert found.bound is None or found.bound > 0.9
+
+
+async def test_a_row_about_which_two_people_differ_is_wrong_until_a_third_decides(tmp_path: Path) -> None:
+    rows = table(200, wrong=0.0)
+    await run(rows, tmp_path / "run")
+    first = say(tmp_path / "run", "answer", rows=rows)
+    assert standing(tmp_path / "run").audited == 1
+
+    def wrong(truth: str) -> dict[str, str]:
+        return {"mood": "calm" if truth == "angry" else "angry"}
+
+    assert say(tmp_path / "run", "answer", rows=rows, who="bob", given=wrong).row == first.row
+    disputed = standing(tmp_path / "run")
+    assert (disputed.audited, disputed.twice) == (1, 1)
+    with PeopleReview.open(str(tmp_path / "run")) as review:
+        assert review.promise is not None
+        assert [wrong for _, wrong, _ in review.promise.audited()] == [True]
+    assert say(tmp_path / "run", "answer", rows=rows, who="eve").row == first.row
+    with PeopleReview.open(str(tmp_path / "run")) as review:
+        assert review.promise is not None
+        assert [wrong for _, wrong, _ in review.promise.audited()] == [False]
+
+
+async def test_undone_judgements_are_computed_again(tmp_path: Path) -> None:
+    rows = table(200, wrong=0.0)
+    await run(rows, tmp_path / "run")
+    for _ in range(3):
+        say(tmp_path / "run", "answer", rows=rows)
+    with PeopleReview.open(str(tmp_path / "run")) as review:
+        review.undo("ann")
+    assert standing(tmp_path / "run").audited == 2
