@@ -13,7 +13,7 @@ from tests.record.redis_servers import needs_redis, redis_server
 from tests.record.reviewed import CANARY, LABELS, reviewed_run, tickets, truth
 
 from batch_agent import BatchAgent, Pipeline
-from batch_agent.errors import SpecError
+from batch_agent.errors import SpecError, StoreError
 from batch_agent.files.results import to_json
 from batch_agent.record.people import PEOPLE, PeopleReview, Refusal, Shown, review_gold
 from batch_agent.record.review import REVIEW
@@ -316,3 +316,27 @@ async def test_a_promise_about_one_field_asks_for_that_field_alone(tmp_path: Pat
         assert shown.row.queue == AUDIT
         assert "billing" not in everything(shown)
         review.judge("ada", shown.row.row, AUDIT, "answer", {"label": "billing"})
+
+
+async def test_on_a_full_disk_the_reason_is_said_and_the_row_stays(tmp_path: Path) -> None:
+    resource, signal = pytest.importorskip("resource"), pytest.importorskip("signal")
+    await reviewed_run(tmp_path / "run", 9)
+    with opened(tmp_path / "run", overlap=0.0) as review:
+        review.audit(3, "ada")
+        shown = review.next("ada")
+        assert shown is not None
+        full = (tmp_path / "run" / REVIEW).stat().st_size + 20
+        limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.getsignal(signal.SIGXFSZ)
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (full, limits[1]))
+        try:
+            with pytest.raises(StoreError, match="This answer is not recorded; earlier ones are"):
+                judge(review, shown, "ada")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, handler)
+        assert review.left()[AUDIT].open == 3
+        judge(review, shown, "ada")
+        assert review.left()[AUDIT].open == 2
+    with opened(tmp_path / "run", overlap=0.0) as review:
+        assert review.left()[AUDIT].open == 2

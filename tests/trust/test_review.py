@@ -213,6 +213,12 @@ def test_an_edit_of_a_row_voids_what_people_said_of_it() -> None:
     assert log.verdict(edited) == PeopleVerdict("answer", "no", 1)
 
 
+def test_an_answer_to_a_row_that_was_edited_meanwhile_is_refused() -> None:
+    log, [place] = Log(), places(1)
+    log.next("ada", [place])
+    assert "was edited since you got it" in log.say("ada", place._replace(input="other"), output="yes")
+
+
 def test_what_is_left_is_counted_for_all_and_for_a_person() -> None:
     log, rows = Log(ALL), [*places(3), *places(2, REPAIR)]
     log.next("ada", rows)

@@ -301,6 +301,8 @@ class Review:
             return "you have judged this row already: undo that first"
         if judged is None or who not in judged.leases:
             return "this row was not given to you: ask for the next row"
+        if judged.leases[who].input != place.input:
+            return "this row was edited since you got it: ask for it again"
         if place.queue == AUDIT and not standing and len(judged.of(place.input)[1]) >= MOST_SKIPS:
             return "this row was skipped twice, and counts as wrong"
         return ""
