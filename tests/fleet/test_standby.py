@@ -303,3 +303,20 @@ async def test_a_request_without_an_endpoint_goes_to_the_standby_only_if_no_othe
         replies = await fleet.generate_batch(["one", "two"], RequestShape("m"))
         assert [reply.text for reply in replies if isinstance(reply, Reply)] == ["own"] * 2
         assert not isinstance(replies[0], Unavailable) and not paid.requests
+
+
+@virtual_clock
+async def test_the_rows_of_a_killed_run_are_counted_from_its_lines(tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    async with ScriptedServer(say("paid"), models=["big"]) as paid:
+        await run(f"vllm://{nobody()}", standby(paid), rows=3, run_dir=place)
+    facts = json.loads((place / "run.json").read_text())
+    facts |= {"state": "running", "answered_by": {"big": 1}}  # as if it was killed within a second
+    (place / "run.json").write_text(json.dumps(facts))
+    assert look(place).state == "interrupted" and dict(of_record(look(place)).answered_by) == {"big": 3}
+
+
+def test_the_plan_names_the_standby_and_its_price() -> None:
+    one = {"url": "vllm://b", "model": "big", "when": "unreachable", "prices": PAID}
+    plan = str(BatchAgent.plan(task="{input}", inputs=["x"], backend=["vllm://a", one], model="m"))
+    assert "big at vllm://b while all other servers are down; the prices given" in plan

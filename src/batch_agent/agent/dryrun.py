@@ -235,6 +235,7 @@ class DryRun:
         yield "rows", self._rows_text()
         yield "model", prepared.model or "the one the server has"
         yield "backend", prepared.backend.name
+        yield from _standbys(prepared)
         yield "in flight", _in_flight(prepared)
         if prepared.cascade is not None:
             yield from self._entries(prepared.cascade)
@@ -380,6 +381,12 @@ def _shortened(text: str) -> str:
 
 def _headed(title: str, text: str) -> str:
     return f"{title}\n{'-' * len(title)}\n{text}"
+
+
+def _standbys(prepared: Prepared) -> Iterable[tuple[str, str]]:
+    for name, standby in prepared.backend.standbys.items():
+        price = "price unknown" if standby.prices is None else standby.prices.source
+        yield "standby", f"{standby.model} at {name} while all other servers are down; {price}"
 
 
 def _in_flight(prepared: Prepared) -> str:

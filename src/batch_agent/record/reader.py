@@ -41,6 +41,7 @@ from batch_agent.record.rundir import (
     SUMMARY,
     read_jobs,
     read_run,
+    recounted,
     stage_names,
 )
 from batch_agent.record.sqlite import FACTS, Glance, SqliteJournal, glance, open_to_read, steps_in
@@ -460,6 +461,7 @@ class DirectoryReader(RunReader):
         self._stages |= {name: self.stage(name) for name in names if name not in self._stages}
         stages = {name: self._stages[name].view() for name in names}
         fresh = max(0, session.ok + session.failed - session.resumed)
+        facts = recounted(facts, self.rows) if state == "interrupted" else facts
         return RunSnapshot(self.name, facts, state, seen.sessions, latest, fresh, stages, self._summary())
 
     def stage(self, name: str) -> DirectoryReader:

@@ -25,7 +25,8 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import BinaryIO, Literal, cast
@@ -390,3 +391,10 @@ def _drop_torn_line(file: BinaryIO) -> None:
         whole = start
     file.truncate(whole)
     file.seek(0, os.SEEK_END)
+
+
+def recounted(facts: JsonObject, rows: Iterable[Mapping[str, object]]) -> JsonObject:
+    """Return the facts of a run that was killed: it has not recorded which models gave its very last answers."""
+    if not facts.get("answered_by"):
+        return facts
+    return {**facts, "answered_by": dict(Counter(str(row["answered_by"]) for row in rows if row.get("answered_by")))}

@@ -36,7 +36,7 @@ from batch_agent.record.redis.connection import Client, RedisConnection, entries
 from batch_agent.record.redis.scripts import GROUP
 from batch_agent.record.redis.store import RUNS, RedisRunStore, unpack_step
 from batch_agent.record.row_json import decode_row
-from batch_agent.record.rundir import FORGED, stage_names
+from batch_agent.record.rundir import FORGED, recounted, stage_names
 from batch_agent.record.steps import Past, Spent
 from batch_agent.record.store import KeptStep, RecordedRow, RunProgress
 from batch_agent.record.timeline import MOST_SAMPLES, SAMPLE, Line, TimelineRecord
@@ -123,6 +123,7 @@ class RedisReader(RunReader):
             tokens, cost = tokens + own_tokens, cost + own_cost
         if forged := self.store.forged():
             facts = {**facts, FORGED: forged}
+        facts = recounted(facts, self.rows) if state == "interrupted" else facts
         stages = {}
         for name in stage_names(facts):
             with self.stage(name) as stage:
