@@ -583,6 +583,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"escalate": "no_such_module:unsure"}, "cannot be imported"),
     ({"escalate": "doubt > 0.3"}, "reports no log-probabilities"),
     ({"cascade": None, "escalate": "invalid"}, "there is no cascade"),
+    (
+        {
+            "cascade": [
+                {"backend": "simulated://", "prices": {"gpu_hour": 2.0}},
+                {"backend": "simulated://", "name": "b"},
+            ]
+        },
+        "a price per gpu_hour is one of the whole run",
+    ),
+    ({"max_cost": 1.0}, "no price of"),
 ]
 
 

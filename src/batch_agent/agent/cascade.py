@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from batch_agent.tools.base import Tool
 
 PEOPLE = "people"
+GPU_HOUR = "gpu_hour"  # in prices
 OWN = ("name", "label")  # a label is written by a run, for its workers, as doubt is
 SAMPLING = ("temperature", "top_p", "seed", "stop", "max_tokens", "extra_body", "tool_choice")
 # Options of the run that an entry may have itself.
@@ -143,6 +144,7 @@ def first_of(spec: BatchSpec, rule: Escalation) -> BatchSpec:
     """Return the spec of a run with a cascade, with the options of its first entry as its own."""
     entries = entries_of(spec.cascade)
     changed = _overrides(entries[0])
+    _check_prices(spec, entries)
     if spec.prices is not None and "people" in spec.prices and changed.get("prices") is not None:
         changed["prices"] = {**changed["prices"], "people": spec.prices["people"]}
     _checked(spec, entries[0], 0)
@@ -151,6 +153,17 @@ def first_of(spec: BatchSpec, rule: Escalation) -> BatchSpec:
             raise SpecError(f"doubt=False, and escalate={rule.text!r} needs the doubt: leave doubt out")
         changed["doubt"] = True
     return spec.model_copy(update=changed)
+
+
+def _check_prices(spec: BatchSpec, entries: Sequence[EntryOptions | str]) -> None:
+    """Raise SpecError for a price of time beside a price of tokens: the cost of a run is the one or the other."""
+    given = [entry.get("prices") for entry in entries if not isinstance(entry, str)]
+    by_time = any(isinstance(prices, Mapping) and GPU_HOUR in prices for prices in given)
+    if by_time or (spec.prices is not None and GPU_HOUR in spec.prices and any(given)):
+        raise SpecError(
+            "cascade: a price per gpu_hour is one of the whole run: give it in prices of the run, and no prices in "
+            "the entries; or give prices of tokens in each entry"
+        )
 
 
 def _overrides(entry: EntryOptions | str) -> dict[str, Any]:
@@ -204,7 +217,7 @@ def check_rule(rule: Escalation, name: str, prepared: Prepared) -> None:
                 "samples=3"
             )
         raise SpecError(f"escalate: votes.{field}.against: the samples vote on {_named(voted)}")
-    groups = {field.rpartition(".")[0] for field in fields if "." in field}
+    groups = {field[:at] for field in fields for at, sign in enumerate(field) if sign == "."}
     for field in sorted(rule.outputs - fields - groups):
         if schema is None and not field:
             continue
