@@ -181,3 +181,28 @@ async def test_without_a_record_a_promise_is_refused_on_the_command_line(
     assert "leave --no-run-dir out" in outcome.stderr
     planned = await batch_agent(tmp_path, "plan", *task, "--promise", "mood.accuracy >= 0.85")
     assert planned.code == 0, planned.stderr
+
+
+async def test_a_cascade_that_ends_with_people_keeps_a_promise(tmp_path: Path) -> None:
+    rows = table(ROWS, wrong=0.1, failed=0.05)
+    async with (
+        ScriptedServer(answer, models=["small"]) as small,
+        ScriptedServer(answer, models=["large"]) as large,
+    ):
+        entries = [{"backend": small.backend_url, "model": "small"}, {"backend": large.backend_url, "model": "large"}]
+        results = await BatchAgent.run(
+            task="{text}",
+            inputs=[{"id": row["id"], "text": row["text"]} for row in rows],
+            output_schema=MOODS,
+            cascade=[*entries, "people"],
+            escalate="doubt > 0.3",
+            max_retries=0,
+            run_dir=tmp_path / "run",
+            promise="mood.accuracy >= 0.9",
+        )
+    waits = [result for result in results if result.waits_for == "people"]
+    assert waits
+    assert standing(tmp_path / "run").state == "not yet"
+    judge(tmp_path / "run", rows)
+    found = standing(tmp_path / "run")
+    assert (found.state, found.coverage) == ("kept", 1.0)
