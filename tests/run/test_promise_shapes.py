@@ -79,6 +79,10 @@ async def test_a_run_in_redis_is_proved_and_certified_there(server: ScriptedServ
         assert written.code == 0, written.stderr
         checked = await batch_agent(tmp_path, "certify", "--check", "certificate.json", place)
         assert checked.code == 0, checked.stderr
+        copied = await batch_agent(tmp_path, "copy", place, "copied")
+        assert copied.code == 0, copied.stderr
+    again = await batch_agent(tmp_path, "certify", "--check", "certificate.json", "copied")
+    assert again.code == 0, again.stderr
 
 
 KILLED = """

@@ -23,6 +23,7 @@ from batch_agent.files.tables import Record
 from batch_agent.messages import JsonObject
 from batch_agent.record.keys import Keys
 from batch_agent.record.private import DIRECTORY, private
+from batch_agent.record.promise import HEAD
 from batch_agent.record.reader import RunReader, RunSnapshot, UnfinishedRow, result_line_of
 from batch_agent.record.review import copy_log
 from batch_agent.record.row_json import encode_record, encode_row
@@ -46,6 +47,7 @@ from batch_agent.share.table import DOLLAR
 logger = logging.getLogger("batch_agent")
 
 ROWS_AT_ONCE = 100
+BESIDE = (GOLD, HEAD)  # files that a run keeps beside its rows
 LEFT_OUT = (
     "%s: what is recorded of %d rows that are not done is not copied, because their inputs are unknown. In the copy "
     "they begin again, and tools that write may write again"
@@ -79,9 +81,10 @@ def copy_to_directory(reader: RunReader, directory: Path) -> int:
     if not reader.stage_name and (lines := reader.job_lines()):
         with open(directory / JOBS, "wb", opener=private) as jobs:
             jobs.writelines(line + b"\n" for line in lines)
-    if not reader.stage_name and (gold := reader.gold_lines()):
-        with open(directory / GOLD, "wb", opener=private) as file:
-            file.writelines(line + b"\n" for line in gold)
+    for name in () if reader.stage_name else BESIDE:
+        if lines := [*reader.kept_lines(name)]:
+            with open(directory / name, "wb", opener=private) as file:
+                file.writelines(line + b"\n" for line in lines)
     copy_log(reader, directory)
     _copy_timeline(reader, directory)
     state = "interrupted" if view.state in ("starting", "running") else view.state
@@ -165,8 +168,9 @@ def copy_to_store(
         count = _copy_rows(reader, store, prepared[stage], session, rows)
     if not stage and (lines := reader.job_lines()):
         store.add_job_lines(lines)
-    if not stage and (gold := reader.gold_lines()):
-        store.put_file(GOLD, b"\n".join(gold).decode())
+    for name in () if stage else BESIDE:
+        if lines := [*reader.kept_lines(name)]:
+            store.put_file(name, b"\n".join(lines).decode())
     spent = Increment(view.latest.tokens, round((view.latest.cost or 0.0) * DOLLAR))
     store.commit(store.join({"copies": reader.name}), 1, (), Outlay(more=spent))
     store.close_feed(session, facts, "ended")
