@@ -27,7 +27,7 @@ def document_in(fields: Mapping[str, object]) -> Document | None:
 
 
 def with_document(fields: Mapping[str, object], column: str) -> Mapping[str, object]:
-    """Returns the fields of a row and the document whose path is in one of them. Raises InputError."""
+    """Return the fields of a row and the document whose path is in one of them. Raises InputError."""
     if fields.get(PAGES) is not None:  # it was read before
         return fields
     path = fields.get(column)
@@ -45,7 +45,7 @@ def filled(fields: Mapping[str, object], content: DocumentContent) -> tuple[dict
 
 
 def check_column(column: str, names: tuple[str, ...]) -> None:
-    """Raises SpecError if rows with these fields cannot have a document in that one."""
+    """Raise SpecError if rows with these fields cannot have a document in that one."""
     if column not in names:
         known = f"its fields: {listed(names)}"
         raise SpecError(f"document_column: the first input has no field {column!r} ({known}){meant(column, names)}")

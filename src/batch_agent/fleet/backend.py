@@ -147,7 +147,7 @@ class Fleet(Backend):
         environ: Mapping[str, str] = os.environ,
         sends: bool = True,
     ) -> Self:
-        """Returns a fleet of the hostfile's endpoints that have one of the given values for each tag of ``select``.
+        """Return a fleet of the hostfile's endpoints that have one of the given values for each tag of ``select``.
         While it is in use it follows the file."""
         hostfile = Hostfile(path, select)
         wanted = "&".join(f"{key}={value}" for key, values in hostfile.select.items() for value in values)

@@ -88,7 +88,7 @@ class Bench:
 
 
 def knee(rates: Mapping[int, float | None]) -> int | None:
-    """Returns the smallest number in flight with nearly the highest rate; None if nothing was measured."""
+    """Return the smallest number in flight with nearly the highest rate; None if nothing was measured."""
     measured = {inflight: rate for inflight, rate in rates.items() if rate}
     if not measured:
         return None
@@ -115,7 +115,7 @@ class Driver:
         self._shape = RequestShape(model, max_tokens=wanted.tokens_out, extra_body={"ignore_eos": True})
 
     async def size(self) -> int:
-        """Sends one request to learn how many words make ``tokens_in``, and whether the server takes ``ignore_eos``.
+        """Send one request to learn how many words make ``tokens_in``, and whether the server takes ``ignore_eos``.
         Returns the tokens of a prompt as the server counts them."""
         try:
             usage = await self.ask()
@@ -173,7 +173,7 @@ async def bench_all(
     stepped: Callable[[Bench], None] = lambda bench: None,
     environ: Mapping[str, str] = os.environ,
 ) -> None:
-    """Fills in the benches. ``stepped`` is called after each step, and when an endpoint fails."""
+    """Fill in the benches. ``stepped`` is called after each step, and when an endpoint fails."""
     turn = asyncio.Semaphore(wanted.parallel)
 
     async def bench(one: Bench) -> None:

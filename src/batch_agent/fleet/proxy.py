@@ -561,7 +561,7 @@ def _busy(endpoint: Endpoint) -> float:
 
 
 def read_ask(headers: Mapping[str, str], body: bytes) -> tuple[str, str]:
-    """Returns the key of requests that belong together, and the model; "" for what the request does not say."""
+    """Return the key of requests that belong together, and the model; "" for what the request does not say."""
     try:
         document: JsonValue = orjson.loads(body) if body else None
     except orjson.JSONDecodeError:  # images, forms
@@ -574,7 +574,7 @@ def read_ask(headers: Mapping[str, str], body: bytes) -> tuple[str, str]:
 
 
 def _beginning(fields: Mapping[str, JsonValue]) -> str:
-    """Returns what comes before the first user message and how that begins: the same in all turns of a conversation."""
+    """Return what comes before the first user message and how that begins: the same in all turns of a conversation."""
     said = next((fields[name] for name in ("messages", "prompt", "input") if fields.get(name)), None)
     if not isinstance(said, list) or not all(isinstance(message, dict) for message in said):
         return _text(said)[:BEGINNING_CHARS]

@@ -138,7 +138,7 @@ class Beat:
         self.streams = 0
 
     def rest(self, transport: asyncio.Transport) -> None:
-        """Stops reading from ``transport`` until the next beat, if there are many streams."""
+        """Stop reading from ``transport`` until the next beat, if there are many streams."""
         if self.streams <= FEW_STREAMS:
             return
         transport.pause_reading()

@@ -19,7 +19,7 @@ GAP = 2  # spaces between two columns
 
 
 def harmless(text: str, limit: int | None = None) -> str:
-    """Return ``text`` on one line, with unprintable characters escaped (``\\x1b``), cut to ``limit`` characters."""
+    r"""Return ``text`` on one line, with unprintable characters escaped (``\x1b``), cut to ``limit`` characters."""
     if limit is not None and len(text) > limit:
         text = text[: max(0, limit - 1)] + "…"
     if text.isprintable():

@@ -28,7 +28,7 @@ class EarlierCalls:
         self._db: sqlite3.Connection | None = None
 
     async def __aenter__(self) -> Self:
-        """Raises SpecError if there is no run, StoreError if its journal cannot be read."""
+        """Raise SpecError if there is no run, StoreError if its journal cannot be read."""
         try:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._open)
         except BaseException:

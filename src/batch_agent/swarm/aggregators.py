@@ -45,20 +45,20 @@ def concat(responses: Sequence[Response], separator: str = "\n", include_failure
 
 
 def best_of(responses: Sequence[Response], score_fn: Score, include_failures: bool = False) -> Response:
-    """Returns the response with the highest score; a failed one if there is none."""
+    """Return the response with the highest score; a failed one if there is none."""
     nothing = Response(False, "", "there is no answer to choose from")
     return max(_counted(responses, include_failures), key=score_fn, default=nothing)
 
 
 def top_k(responses: Sequence[Response], k: int, score_fn: Score, include_failures: bool = False) -> list[Response]:
-    """Returns the ``k`` responses with the highest scores, best first."""
+    """Return the ``k`` responses with the highest scores, best first."""
     return nlargest(k, _counted(responses, include_failures), key=score_fn)
 
 
 def structured_merge(
     responses: Sequence[Response], include_failures: bool = False
 ) -> tuple[list[JsonValue], list[Fault]]:
-    """Returns the answers read as JSON, with lists flattened, and the faults of those that are not JSON."""
+    """Return the answers read as JSON, with lists flattened, and the faults of those that are not JSON."""
     merged: list[JsonValue] = []
     unread: list[Fault] = []
     for response in _counted(responses, include_failures):
@@ -74,7 +74,7 @@ def structured_merge(
 def statistics(
     responses: Sequence[Response], extract_fn: Callable[[Response], float] | None = None, include_failures: bool = False
 ) -> dict[str, float]:
-    """Returns statistics of the answers as numbers, or of those from ``extract_fn``; zeros if there are none."""
+    """Return statistics of the answers as numbers, or of those from ``extract_fn``; zeros if there are none."""
     number = extract_fn or (lambda response: float(response.text.strip()))
     values = [number(response) for response in _counted(responses, include_failures)]
     return {

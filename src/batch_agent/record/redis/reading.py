@@ -426,7 +426,7 @@ class _RedisLines(RowLines):
         return [found.get(place) for place in places]
 
     def close(self) -> None:
-        """Does nothing: the reader has the connection."""
+        """Do nothing: the reader has the connection."""
 
 
 class _History:

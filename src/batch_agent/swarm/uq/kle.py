@@ -10,7 +10,7 @@ from batch_agent.swarm.uq.semantic_entropy import Matrix, cosines, rows
 
 
 def kernel_matrix(embeddings: ArrayLike, kernel: str = "cosine", *, gamma: float | None = None) -> Matrix:
-    """Returns the kernel matrix: ``cosine``, or ``rbf`` with ``gamma`` (default: 1 / dimensions)."""
+    """Return the kernel matrix: ``cosine``, or ``rbf`` with ``gamma`` (default: 1 / dimensions)."""
     matrix = rows(embeddings)
     if kernel == "cosine":
         if gamma is not None:
@@ -25,7 +25,7 @@ def kernel_matrix(embeddings: ArrayLike, kernel: str = "cosine", *, gamma: float
 
 
 def density_matrix_from_kernel(K: ArrayLike) -> Matrix:  # noqa: N803
-    """Returns the kernel scaled to trace 1."""
+    """Return the kernel scaled to trace 1."""
     kernel = np.asarray(K, dtype=np.float64)
     trace = float(np.trace(kernel))
     if trace <= 0.0:
@@ -34,7 +34,7 @@ def density_matrix_from_kernel(K: ArrayLike) -> Matrix:  # noqa: N803
 
 
 def von_neumann_entropy(rho: ArrayLike, eps: float = 1e-10) -> float:
-    """Returns the entropy in nats. Eigenvalues up to ``eps`` count as 0."""
+    """Return the entropy in nats. Eigenvalues up to ``eps`` count as 0."""
     values = np.linalg.eigvalsh(np.asarray(rho, dtype=np.float64))
     values = values[values > eps]
     values = values / np.sum(values)
@@ -42,7 +42,7 @@ def von_neumann_entropy(rho: ArrayLike, eps: float = 1e-10) -> float:
 
 
 def kernel_language_entropy(embeddings: ArrayLike, kernel: str = "cosine", **kernel_kwargs: float) -> float:
-    """Returns the entropy in nats; 0 for fewer than two answers."""
+    """Return the entropy in nats; 0 for fewer than two answers."""
     matrix = rows(embeddings)
     if len(matrix) < 2:
         return 0.0

@@ -16,7 +16,7 @@ from batch_agent.swarm.uq.semantic_entropy import Matrix
 
 
 def train_probe(hidden_states: ArrayLike, target_entropy: ArrayLike, ridge_alpha: float = 1.0) -> tuple[Matrix, float]:
-    """Returns the weight of each feature, and the intercept. Each target has one row of hidden states."""
+    """Return the weight of each feature, and the intercept. Each target has one row of hidden states."""
     states = np.asarray(hidden_states, dtype=np.float64)
     targets = np.asarray(target_entropy, dtype=np.float64).ravel()
     if states.ndim != 2 or len(states) != len(targets) or not len(targets):
@@ -29,7 +29,7 @@ def train_probe(hidden_states: ArrayLike, target_entropy: ArrayLike, ridge_alpha
 
 
 def predict_semantic_entropy(hidden_states: ArrayLike, coef: ArrayLike, intercept: float) -> Matrix:
-    """Returns one number for each row; a single row may be given by itself."""
+    """Return one number for each row; a single row may be given by itself."""
     states = np.atleast_2d(np.asarray(hidden_states, dtype=np.float64))
     return np.asarray(states @ np.asarray(coef, dtype=np.float64) + intercept)
 
@@ -37,7 +37,7 @@ def predict_semantic_entropy(hidden_states: ArrayLike, coef: ArrayLike, intercep
 def save_probe(
     path: str | Path, coef: ArrayLike, intercept: float, metadata: Mapping[str, JsonValue] | None = None
 ) -> None:
-    """Writes ``path`` (.npz), and the metadata beside it (.npz.json)."""
+    """Write ``path`` (.npz), and the metadata beside it (.npz.json)."""
     arrays, words = _files(path)
     arrays.parent.mkdir(parents=True, exist_ok=True)
     np.savez(arrays, coef=np.asarray(coef), intercept=np.asarray(intercept))

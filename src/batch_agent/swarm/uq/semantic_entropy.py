@@ -15,7 +15,7 @@ Matrix = NDArray[np.float64]
 def cluster_embeddings(
     embeddings: ArrayLike, similarity_threshold: float = 0.9, method: str = "average"
 ) -> NDArray[np.int64]:
-    """Returns the cluster of each row, from 1. ``method`` is the linkage of hierarchical clustering."""
+    """Return the cluster of each row, from 1. ``method`` is the linkage of hierarchical clustering."""
     from scipy.cluster.hierarchy import fcluster, linkage  # they take half a second to import
     from scipy.spatial.distance import squareform
 
@@ -32,7 +32,7 @@ def cluster_embeddings(
 def semantic_entropy(
     embeddings: ArrayLike, similarity_threshold: float = 0.9, linkage_method: str = "average"
 ) -> float:
-    """Returns the entropy in nats; 0 for fewer than two answers."""
+    """Return the entropy in nats; 0 for fewer than two answers."""
     labels = cluster_embeddings(embeddings, similarity_threshold, linkage_method)
     if len(labels) < 2:
         return 0.0
@@ -42,7 +42,7 @@ def semantic_entropy(
 
 
 def rows(embeddings: ArrayLike) -> Matrix:
-    """Returns a matrix with one row for each answer."""
+    """Return a matrix with one row for each answer."""
     matrix = np.asarray(embeddings, dtype=np.float64)
     if matrix.ndim != 2 and matrix.size:
         raise SpecError(f"embeddings have the shape {matrix.shape}: give one row for each answer")
@@ -52,7 +52,7 @@ def rows(embeddings: ArrayLike) -> Matrix:
 
 
 def cosines(matrix: Matrix) -> Matrix:
-    """Returns the cosine similarity of every two rows; 0 for a row of zeros."""
+    """Return the cosine similarity of every two rows; 0 for a row of zeros."""
     lengths = np.linalg.norm(matrix, axis=1, keepdims=True)
     unit = matrix / np.where(lengths == 0.0, 1.0, lengths)
     return np.clip(unit @ unit.T, -1.0, 1.0)

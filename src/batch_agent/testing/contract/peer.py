@@ -130,7 +130,7 @@ class Peer(Protocol):
     def heard(self) -> Sequence[Heard]: ...
 
     async def wait_until_asked(self) -> None:
-        """Returns when the first request has arrived."""
+        """Return when the first request has arrived."""
 
     async def wait_until_left(self) -> None:
-        """Returns when the server has noticed that the client gave a request up."""
+        """Return when the server has noticed that the client gave a request up."""
