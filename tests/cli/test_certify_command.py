@@ -255,3 +255,17 @@ async def test_answers_of_samples_and_of_later_entries_of_a_cascade_are_found_in
         assert checked.code == 0, checked.stderr
     said = await edited(tmp_path / "cascade", lambda line: line["ok"] and line.get("answered_by") == "small")
     assert "does not agree" in said
+
+
+async def test_the_page_says_how_a_promise_stands_and_the_report_has_its_certificate(
+    certified: Path, tmp_path: Path
+) -> None:
+    outcome = await batch_agent(certified, "report", "run", "--output", str(tmp_path / "report.html"))
+    assert outcome.code == 0, outcome.stderr
+    page = (tmp_path / "report.html").read_text()
+    data = json.loads(page.partition('id="report">')[2].partition("</script>")[0])
+    promise = data["runs"][0]["overview"]["promise"]
+    assert promise["state"] == "kept"
+    assert promise["lines"][0].startswith("mood.accuracy >= 0.85 is kept")
+    certificate = json.loads((certified / "certificate.json").read_text())
+    assert promise["certificate"] == certificate

@@ -24,14 +24,18 @@ from batch_agent.errors import BatchAgentError
 from batch_agent.files.results import to_json
 from batch_agent.files.tables import Record
 from batch_agent.messages import JsonObject
-from batch_agent.observe.numbers import ShownNumbers, of_record
+from batch_agent.observe.numbers import ALIVE, ShownNumbers, of_record
+from batch_agent.record.promise import PROMISE
 from batch_agent.record.reader import RunReader, RunSnapshot, parsed
 from batch_agent.record.review import JudgedRows
 from batch_agent.record.rundir import stage_names
 from batch_agent.record.timeline import Line
+from batch_agent.run.promise import standing_of
 from batch_agent.trust.score import FAILED, OTHER
 from batch_agent.view.conversation import conversation, failed_attempts
 from batch_agent.view.gold import RunMarks
+
+MOST_PROMISED = 50_000  # rows of a run that works, of which a promise is computed again and again
 
 # Filters of rows: a state, a type of error, and the text of the search box. Words are searched in a row's id, input,
 # output and error. All of them must match; case is ignored. `"two words"` is searched as a phrase. `name:value`
@@ -590,10 +594,24 @@ class RunRecord:
             "index": self.progress(),
             **self.numbers(),
             "score": self.marks.score(again=True),
+            "promise": self._promise(view),
             "answers": self.marks.stage if not self.marks.answers_here else "",
             "samples": [*timeline.samples[:-1:step], *timeline.samples[-1:]],
             "changes": [*timeline.changes[-200:]],
         }
+
+    def _promise(self, view: RunSnapshot) -> JsonObject | None:
+        """Return how the promise of the run stands, with its lines; None if it has none. Of a long run it is computed
+        when the run does not work."""
+        if PROMISE not in view.facts or (
+            view.state in ALIVE and view.progress.ok + view.progress.failed > MOST_PROMISED
+        ):
+            return None
+        try:
+            standing = standing_of(self.run.whole)
+        except BatchAgentError:  # the rows are there without it
+            return None
+        return None if standing is None else {**standing.to_json(), "lines": [*standing.lines(self.run.name)]}
 
     def in_short(self) -> JsonObject:
         """Return one line of the list of runs."""

@@ -17,6 +17,7 @@ from pydantic import JsonValue
 from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import counted
+from batch_agent.record.certificate import certificate_of
 from batch_agent.record.reader import RunReader
 from batch_agent.view.compare import compare_now
 from batch_agent.view.record import Query, RunRecord
@@ -99,6 +100,9 @@ def _indexed(key: str, run: RunReader) -> Iterator[RunRecord]:
 
 def _data(record: RunRecord, which: Which) -> tuple[JsonObject, int]:
     overview = record.overview()
+    promise = overview["promise"]
+    if isinstance(promise, dict) and promise["state"] == "kept":
+        overview["promise"] = {**promise, "certificate": certificate_of(record.run.whole)[0]}
     total = cast(int, cast(JsonObject, overview["counts"])["rows"])
     limit = which if isinstance(which, int) else total
     query = Query(state="failed") if which == "failed" else Query()

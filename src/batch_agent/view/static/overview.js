@@ -1,7 +1,7 @@
 // The numbers of a run.
 import { h, fill, panel, table, text, number, short, seconds, dollars, share, pace, when, link, address, rowAt, state, clock } from "./dom.js";
 import { get, isReport } from "./source.js";
-import { score } from "./score.js";
+import { promise, score } from "./score.js";
 import { timeChart, spark, bar, legend, stageGraph } from "./charts.js";
 
 // Places in a sample: [kind, at, done, failed, running, queued, tools, backing off, prompt, cached, completion, cost, endpoints, slots]
@@ -15,7 +15,7 @@ export async function overview({ key, page, go, onNews }) {
     fill(page, head(data, live), tiles(data, live), stages(data, live, key),
       h("div", { class: "columns" },
         h("div", null, flights(data, live), tools(data, live), underWay(live, key)),
-        h("div", null, score(data, key), look(data, live, key), failures(data, key), endpoints(data, live), cache(data, live), asked(data))));
+        h("div", null, promise(data), score(data, key), look(data, live, key), failures(data, key), endpoints(data, live), cache(data, live), asked(data))));
   };
   draw();
   let loading = false;

@@ -36,6 +36,14 @@ export function score({ score: found, answers }, key) {
         right(measured(each.accuracy)), right(`${number(each.right)} of ${number(each.rows)}`), right(down(each.bound)), right(interval(each.interval))))))));
 }
 
+// How the promise of a run stands; a report has its certificate too.
+export function promise({ promise: found }) {
+  if (!found) return null;
+  const [state, ...lines] = found.lines;
+  return panel("Promise", found.state, h("p", { class: found.state === "kept" ? null : "warn" }, text(state, 300)), lines.map((line) => h("p", { class: "quiet" }, text(line, 300))),
+    found.certificate ? fold("certificate", "the certificate", h("pre", null, JSON.stringify(found.certificate, null, 1))) : null);
+}
+
 // How far numbers are from their gold.
 function errors(name, { median_error: middle, mean_absolute_error: mean, bias }) {
   if (!middle) return null;
