@@ -149,6 +149,11 @@ def view(path: Path, server: str) -> Sequence[str]:
     return ["view", "--port", "0"]
 
 
+def review(path: Path, server: str) -> Sequence[str]:
+    BatchAgent.run_sync(task="{input}", inputs=["a"], backend="simulated://", run_dir=path / "r")
+    return ["review", "r", "--page", "--port", "0"]
+
+
 def run_with_page_and_metrics(path: Path, server: str) -> Sequence[str]:
     (path / "rows.txt").write_text("one\n")
     backend = f"--backend=vllm://{server}"
@@ -162,6 +167,7 @@ COMMAND_LINES: dict[str, tuple[Callable[[Path, str], Sequence[str]], int]] = {
     "serve": (serve, 1),
     "simulate": (simulate, 1),
     "view": (view, 1),
+    "review": (review, 1),
     "run": (run_with_page_and_metrics, 2),
 }
 # They start a run as ``run`` does, with the same code.

@@ -43,7 +43,7 @@ def test_bash_completes_commands_flags_and_values(capsys: pytest.CaptureFixture[
         done = subprocess.run([bash, "-c", f"{script}\n{call}"], capture_output=True, text=True, check=True)
         return done.stdout.split()
 
-    assert completed("batch-agent", "re") == ["resume", "retry-failed", "report"]
+    assert completed("batch-agent", "re") == ["resume", "retry-failed", "review", "report"]
     assert completed("batch-agent", "run", "--max-o") == ["--max-outage"]
     assert completed("batch-agent", "run", "--format", "t") == ["tsv", "text"]
     assert completed("batch-agent", "fleet", "") == ["wait", "status", "bench", "proxy"]
