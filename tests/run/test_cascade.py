@@ -16,6 +16,7 @@ from batch_agent import AgentResult, BatchAgent, Pipeline, Results, Tool
 from batch_agent.backends.base import Capabilities
 from batch_agent.errors import SpecError
 from batch_agent.messages import TokenChance, Usage
+from batch_agent.run.cascade import MOST_WAITING
 from batch_agent.testing import (
     BatchServer,
     CallTools,
@@ -377,6 +378,47 @@ async def test_a_doubtful_answer_is_delivered_marked_if_the_next_entry_is_down_a
     [result], small, _ = await run(says({}), large, **rule, resume=True)
     assert (result.output, result.answered_by, result.waits_for) == ({"mood": "bad"}, "large", None)
     assert small.requests == []
+
+
+class Elsewhere(ScriptedBackend):
+    """At another address than other scripted backends, so that it has its own agents."""
+
+    @property
+    def name(self) -> str:
+        return "elsewhere://"
+
+
+@virtual_clock
+@pytest.mark.parametrize("down", [False, True])
+async def test_rows_that_wait_for_a_later_entry_are_limited_and_one_that_is_down_stops_no_row(down: bool) -> None:
+    count, waiting, most = MOST_WAITING + 600, 0, 0
+
+    async def slow(request: Request) -> Say | Fail:
+        nonlocal waiting, most
+        if down:
+            return Fail(503)
+        waiting = len(small.requests) - len(done)
+        most = max(most, waiting)
+        await asyncio.sleep(1)
+        done.append(request.number)
+        return Say(BAD)
+
+    done: list[int] = []
+    small, large = ScriptedBackend(says({})), Elsewhere(slow)
+    cascade = [{"backend": small, "name": "small"}, {"backend": large, "name": "large"}]
+    results = await BatchAgent.run(
+        task="{input}",
+        inputs=[f"row {number}" for number in range(count)],
+        output_schema=MOODS,
+        cascade=cascade,
+        escalate="output.mood == 'good'",
+        max_inflight=64,
+        max_outage=60,
+    )
+    assert len(small.requests) >= count
+    assert {result.answered_by for result in results} == {"small" if down else "large"}
+    assert {result.waits_for for result in results} == {"large" if down else None}
+    assert down or MOST_WAITING / 2 < most <= MOST_WAITING
 
 
 async def test_a_server_that_is_not_there_at_the_start_does_not_stop_the_run() -> None:

@@ -44,6 +44,7 @@ from batch_agent.trust.escalate import failed_by_content
 from batch_agent.trust.votes import Voting
 
 logger = logging.getLogger("batch_agent")
+MOST_WAITING = 4096  # rows that wait for later entries before no new row starts: each takes about 10 KiB
 FIRST_LOOK = 5.0  # seconds for the first request to a server for the name of its model
 
 
@@ -89,6 +90,15 @@ class LaterEntry:
         """Return what its agents work with; None if its server does not answer."""
         self._wanted.set()
         return await asyncio.shield(self._desk)
+
+    @property
+    def is_patient(self) -> bool:
+        """Whether answers take hours."""
+        return self.prepared.backend.capabilities.patient
+
+    @property
+    def is_down(self) -> bool:
+        return not any(endpoint.is_working for endpoint in self.dispatcher.scheduler.endpoints)
 
     def identities(self, row: Identity) -> list[Identity]:
         """Return the identities of a row here; none while the model is unknown, which then has answered nothing."""
@@ -192,6 +202,8 @@ class Ladder:
         self.schema: OutputSchema[object] | None = prepared.schema
         self.names = self.cascade.names(prepared)
         self._counts = metrics.entries = EntryCounts(self.names)
+        self._waiting = 0  # rows at later entries
+        self._room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.later = [
             LaterEntry(entry, name, dispatchers[entry.prepared.backend.name])
             for entry, name in zip(self.cascade.later, self.names[1:], strict=True)
@@ -209,6 +221,37 @@ class Ladder:
                 task.cancel()
             for task in tasks:
                 await outlast(task)
+
+    def enter(self, place: int) -> bool:
+        """Count a row at a later entry. Returns False if it cannot wait there: the entry is down, and many rows do."""
+        entry = self.later[place - 1]
+        if entry.is_patient:  # its rows are sent together
+            return True
+        if self._is_full and entry.is_down:
+            return False
+        self._waiting += 1
+        return True
+
+    def leave(self, place: int) -> None:
+        """A row has ended at a later entry."""
+        if not self.later[place - 1].is_patient:
+            self._waiting -= 1
+            self.wake()
+
+    @property
+    def _is_full(self) -> bool:
+        return self._waiting >= MOST_WAITING
+
+    async def wait_room(self, is_over: Callable[[], bool]) -> None:
+        """Wait until a new row may start: a slow entry must not fill the memory. One that is down stops no row."""
+        while self._is_full and not is_over() and not any(entry.is_down for entry in self.later):
+            self._room = asyncio.get_running_loop().create_future()
+            await self._room
+
+    def wake(self) -> None:
+        """Look again whether a row may start."""
+        if not self._room.done():
+            self._room.set_result(None)
 
     async def fitting(self, made: Job | AgentResult[object]) -> Job | None:
         """Return the job of a row; None for one that no entry can be asked about. ``made`` is the job, or why it could
@@ -252,6 +295,7 @@ class CascadeRow(Several):
         self.waits_for: str | None = None
         self._asked: list[AgentResult[object]] = []  # the results of the entries, by their places
         self._outputs: list[JsonValue] = []  # the same as plain JSON
+        self._at = 0  # the place of the later entry where the row waits
 
     @property
     def works(self) -> bool:
@@ -285,6 +329,19 @@ class CascadeRow(Several):
         """Return the conversation of the entry that is being asked."""
         assert self.asking is not None
         return self.asking.conversation()
+
+    def move(self) -> bool:
+        """Wait at the next entry from now on. Returns False if the row cannot wait there."""
+        self.leave()
+        if self.ladder.enter(self.place):
+            self._at = self.place
+        return bool(self._at)
+
+    def leave(self) -> None:
+        """Wait at no later entry any more."""
+        if self._at:
+            self.ladder.leave(self._at)
+            self._at = 0
 
     def end(self, result: AgentResult[object]) -> bool:
         """Note the end of the next entry. Returns whether its answer may escalate."""

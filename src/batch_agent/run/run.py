@@ -795,3 +795,5 @@ class Run(Generic[T]):
         if self._feeder is not None and changed.state != "on trial":
             blocked = changed.reason if endpoint.health.is_down else None
             self._feeder.set_trouble(blocked, changed.since, degraded_words(health_of(self._endpoints())))
+        if self.shared.ladder is not None:
+            self.shared.ladder.wake()

@@ -85,7 +85,7 @@ class Worker:
         spending = resources.dispatcher.spending
         # With a budget, a row starts only if the budget pays for it to its end.
         self._budget = None if spending is None or spending.rows is None else BudgetedRows(spending, resources, feed)
-        leases.on_lost, leases.on_leave, leases.on_wait = self._drop, feed.wake, feed.set_reading
+        leases.on_lost, leases.on_leave, leases.on_wait = self._drop, self._wake, feed.set_reading
         leases.on_ended = lambda index: self.live.pop(index, None)
 
     async def work(self, agents: asyncio.TaskGroup) -> None:
@@ -99,6 +99,8 @@ class Worker:
     async def _start_agents(self, agents: asyncio.TaskGroup) -> None:
         started, feed, leases = 0, self._feed, self._leases
         while await feed.wait_room(self._is_over):
+            if self._ladder is not None:
+                await self._ladder.wait_room(self._is_over)
             rows = await leases.next()
             if not rows:
                 return
@@ -122,6 +124,11 @@ class Worker:
                 started += 1
                 if started % BREATHER == 0:
                     await asyncio.sleep(0)
+
+    def _wake(self) -> None:
+        self._feed.wake()
+        if self._ladder is not None:
+            self._ladder.wake()
 
     def _is_over(self) -> bool:
         return bool(self._leases.over)
@@ -455,23 +462,31 @@ class Worker:
         self, held: LeasedRow, row: CascadeRow, answer: Awaitable[AgentResult[object]], agents: asyncio.TaskGroup
     ) -> None:
         """Ask one entry after the other until an answer stays, or no entry is left."""
-        while row.end(await answer):
-            if not (await self._has_begun(held, row, row.place) or row.escalates()):
-                break
-            if row.place == len(row.ladder.names):
-                row.waits_for = PEOPLE if row.ladder.cascade.people else None
-                break
-            desk = await row.ladder.later[row.place - 1].desk()
-            if row.error is not None:  # it was stopped meanwhile
-                break
-            if desk is None:
-                row.waits_for = row.ladder.names[row.place]
-                break
-            answer, _ = await self._ask_entry(held, row, desk, agents)
+        try:
+            await self._climb(held, row, answer, agents)
+        finally:
+            row.leave()
         result = row.result()
         self._publish(held, row, result)
         if self._budget is not None:
             self._budget.end(row.job.index, result)
+
+    async def _climb(
+        self, held: LeasedRow, row: CascadeRow, answer: Awaitable[AgentResult[object]], agents: asyncio.TaskGroup
+    ) -> None:
+        while row.end(await answer):
+            if not (await self._has_begun(held, row, row.place) or row.escalates()):
+                return
+            if row.place == len(row.ladder.names):
+                row.waits_for = PEOPLE if row.ladder.cascade.people else None
+                return
+            desk = await row.ladder.later[row.place - 1].desk() if row.move() else None
+            if row.error is not None:  # it was stopped meanwhile
+                return
+            if desk is None:
+                row.waits_for = row.ladder.names[row.place]
+                return
+            answer, _ = await self._ask_entry(held, row, desk, agents)
 
     async def _ask_entry(
         self, held: LeasedRow, row: CascadeRow, desk: EntryDesk, agents: asyncio.TaskGroup
