@@ -60,7 +60,8 @@ COUNTED = 1.0  # seconds between two looks at what worker processes have done
 
 
 class Feeder:
-    """``facts`` describe the run in its record. ``alone``: the only worker is in this process. ``originals`` are the
+    """``facts`` describe the run in its record. ``ahead`` is the number of rows that wait in the queue for several
+    workers; 0 if the only worker is in this process: then it asks for each row that it needs. ``originals`` are the
     inputs, which results of other processes get instead of their JSON form; rows of another stage are kept in it while
     they are in progress."""
 
@@ -85,7 +86,7 @@ class Feeder:
         self._schema: OutputSchema[object] | None = None
         self.facts: JsonObject = {}
         self.keys = Keys(b"")
-        self.alone = store.instant
+        self.ahead = 0
         self.paced = False  # rows come only when an agent may start, so that all that are there are fed
         self.worker = 0  # number of the worker in this process
         self.is_outermost = True  # else the run is a stage, and workers report for all stages together
@@ -270,7 +271,7 @@ class Feeder:
     def left(self) -> int | None:
         """Number of rows that were not taken by the worker; None if it is unknown."""
         total = self._plan.total
-        if not self.alone:
+        if self.ahead:
             return None
         if total is None:
             return self._rows.waiting
@@ -303,7 +304,7 @@ class Feeder:
         if self._stopping.is_set() or self.fed:
             return False
         try:
-            if self.alone and not self.paced:
+            if not self.ahead and not self.paced:
                 few = READERS if self._reads_documents else AHEAD if self._rows.at_hand else 1
                 values = await self._rows.read(AT_ONCE if self._had_past else few)
             else:
@@ -403,9 +404,8 @@ class Feeder:
 
     async def _room(self) -> bool:
         """Wait until the queue has room. Returns False when the feeder is stopped."""
-        window = WINDOW_HERE if self.store.instant else WINDOW
         while not self._stopping.is_set() and not self.fed:
-            if self._held.is_set() and (await self.standing()).counts.unstarted < window:
+            if self._held.is_set() and (await self.standing()).counts.unstarted < self.ahead:
                 return True
             self._moved.clear()
             await wait_event(self._moved, IDLE)
@@ -416,12 +416,17 @@ class Feeder:
         self._queued = standing.counts.unstarted
         return standing
 
+    def work_ahead(self) -> None:
+        """Keep a window of rows in the queue from now on: other processes take some."""
+        self.ahead = WINDOW_HERE if self.store.instant else WINDOW
+
     async def share(
         self, lease: float, facts: Callable[[], JsonObject], *, has_rows: bool
     ) -> asyncio.Task[None] | None:
         """Feed several workers from now on. ``facts`` returns what they need. Returns the task that fills the queue, if
         the run ``has_rows`` of its own."""
-        self.alone, filling = False, None
+        filling = None
+        self.work_ahead()
         if not self._shared.done():
             self._shared.set_result(None)
         if "spec" not in self.facts:
@@ -478,7 +483,7 @@ class Feeder:
 
     async def count_work(self) -> None:
         """Count what worker processes have done in this session, and the agents that they run now."""
-        if self.alone or self._session is None:
+        if not self.ahead or self._session is None:
             return
         metrics, agents = self._emit.metrics, Counter[str]()
         metrics.elsewhere = await self.store.worked()
@@ -491,7 +496,7 @@ class Feeder:
 
     async def pass_events(self) -> None:
         """Pass the events that workers in other processes have sent to the observers of the run, if it has some."""
-        if self.alone or self._session is None or not self.facts.get(OBSERVED):
+        if not self.ahead or self._session is None or not self.facts.get(OBSERVED):
             return
         async with self._hearing:
             while sent := await self.store.events(self.session, self._heard, AT_ONCE):

@@ -82,7 +82,6 @@ class Leases:
         self.ending: set[int] = set()  # held rows whose results are not committed yet
         self.finished = 0  # rows whose results this worker recorded
         self.over: Over = ""
-        self.alone = True  # no other process works on the run
         self.on_lost: Callable[[int], None] = lambda _: None
         self.on_ended: Callable[[int], object] = lambda _: None
         self.on_away: Callable[[bool], None] = lambda _: None
@@ -128,8 +127,8 @@ class Leases:
 
     async def _wait_for_row(self) -> None:
         """Wait until a row is there to be taken, or no more rows are taken."""
-        waited, source = False, self._source
-        if self.alone and source is not None and not self.over:
+        waited = False
+        if (source := self._supplier) is not None and not self.over:
             await source.refill()
         while not self.over:
             if rows := await self._take(self.store.group):
@@ -141,6 +140,12 @@ class Leases:
             waited = True
             if not await self._wait_for_rows():
                 return
+
+    @property
+    def _supplier(self) -> Feeder | None:
+        """The feeder in this process, if it reads inputs only when this worker needs a row."""
+        source = self._source
+        return source if source is not None and not source.ahead else None
 
     @property
     def _is_at_hand(self) -> bool:
@@ -157,11 +162,10 @@ class Leases:
     async def _wait_for_rows(self) -> bool:
         """Wait until a call may find rows. Returns False if there will be none."""
         if self.store.instant:
-            source = self._source
-            if self.alone and source is not None and not source.fed and await source.refill():
+            if (source := self._supplier) is not None and not source.fed and await source.refill():
                 return True
-            if self.alone:
-                self.leave("done" if source is not None and source.fed else "asked to leave")
+            if (source := self._supplier) is not None:  # also after that
+                self.leave("done" if source.fed else "asked to leave")
                 return False
             self._judge(await self.store.standing())
             if not self.over:
@@ -202,7 +206,6 @@ class Leases:
 
     def share(self) -> None:
         """Other processes work on the run too: rows may come back from them."""
-        self.alone = False
         if self.store.instant:
             self.store.listen(self._news.set)
 

@@ -536,7 +536,7 @@ class Run(Generic[T]):
             if self._works:
                 working = tasks.create_task(self._work_here(prepared))
                 await asyncio.wait({delivering, working}, return_when=asyncio.FIRST_COMPLETED)
-            if feeder.alone and working is not None:
+            if not feeder.ahead and working is not None:
                 await asyncio.wait({working})
                 feeder.deliver_recorded()
                 delivering.cancel()
@@ -647,7 +647,9 @@ class Run(Generic[T]):
             originals=None if store.instant else recording.originals_of(spec.inputs),
             row_schema=None if self._row_schema is None else OutputSchema.of(self._row_schema),
         )
-        feeder.alone, feeder.paced = store.instant and not self._is_shared, self.shared.paced
+        feeder.paced = self.shared.paced
+        if self._is_shared:
+            feeder.work_ahead()
         feeder.is_outermost, feeder.pilot = self._outer is None, self.pilot_rows
         feeder.scoring = self.scoring if self._inside is None else None
         stages = () if self._inside is None else self._inside.names
