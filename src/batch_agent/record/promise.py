@@ -49,6 +49,7 @@ from batch_agent.trust.table import GoldTable
 PROMISE = "promise"  # the fact of a run that has one
 HEAD = "audit.jsonl"  # the first rows of the audit's order
 HEAD_ROWS = 10_000
+ROWS_AT_ONCE = 500  # records read together
 UNFINISHED, NEVER = math.nan, 2.0  # in place of a doubt: no result yet; no answer, or one without a doubt
 SUMS = 2**128
 
@@ -191,6 +192,7 @@ class FinishedDoubts:
         self._run, self._doubt = run, doubt
         self._lines: RowLines | None = None
         self.version = 0  # it changes when rows come
+        self._bands: tuple[object, list[int]] | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -223,6 +225,12 @@ class FinishedDoubts:
 
     def bands(self, thresholds: Sequence[float]) -> list[int]:
         """Return the number of finished rows in each band."""
+        known = self.version, tuple(thresholds)
+        if self._bands is None or self._bands[0] != known:
+            self._bands = known, self._count_bands(thresholds)
+        return [*self._bands[1]]
+
+    def _count_bands(self, thresholds: Sequence[float]) -> list[int]:
         found = [0] * (len(thresholds) + 1)
         for doubt in self.doubts:
             if doubt == doubt:  # finished
@@ -283,6 +291,7 @@ class RunPromise:
     ) -> None:
         """``looks``: how many other prompts were scored on the gold before: then it is no truth for this one."""
         self._run, self.known, self.review, self.log, self._gold = run, known, review, log, gold
+        self._sent: tuple[object, list[tuple[float, ReviewRow]]] | None = None  # the rows to repair
         self._known_walk: tuple[object, tuple[Walk, Workload, list[int]]] | None = None
         self._overlap, self.looked = overlap, bool(gold is not None and known.pilot and looks)
         facts = run.facts()
@@ -467,20 +476,28 @@ class RunPromise:
             found.append(ReviewRow(event.row, event.id, AUDIT, event.input))
         return found
 
-    def repair(self) -> Iterator[tuple[float, ReviewRow]]:
-        """Yield the rows that people should repair, each with its doubt: those above the threshold that the audit has
+    def repair(self) -> Sequence[tuple[float, ReviewRow]]:
+        """Return the rows that people should repair, each with its doubt: those above the threshold that the audit has
         reached, once it has."""
         if self.begun is None:
-            return
+            return ()
         _, work, _ = self._walked()
         if work.audit or work.threshold is None:
-            return
-        for index, doubt in enumerate(self._scan.doubts):
-            if self._scan.is_done(index) and band(self.thresholds, doubt) > work.threshold:
-                [record] = self._scan.records([index])
+            return ()
+        known = self._scan.version, self.thresholds, work.threshold
+        if self._sent is None or self._sent[0] != known:
+            self._sent = known, [*self._above(work.threshold)]
+        return self._sent[1]
+
+    def _above(self, threshold: int) -> Iterator[tuple[float, ReviewRow]]:
+        thresholds, doubts = self.thresholds, self._scan.doubts
+        above = [index for index, doubt in enumerate(doubts) if doubt == doubt and band(thresholds, doubt) > threshold]
+        for start in range(0, len(above), ROWS_AT_ONCE):
+            some = above[start : start + ROWS_AT_ONCE]
+            for index, record in zip(some, self._scan.records(some), strict=True):
                 if record is not None:
-                    name = str(record.get("job_id"))
-                    yield doubt, ReviewRow(index, name, REPAIR, input_digest(record.get("input")))
+                    digest = input_digest(record.get("input"))
+                    yield doubts[index], ReviewRow(index, str(record.get("job_id")), REPAIR, digest)
 
     # What is proved
 
