@@ -267,6 +267,21 @@ async def test_a_review_says_when_the_models_have_work(tmp_path: Path) -> None:
         assert not review.models_have_work
 
 
+async def test_an_answer_counts_though_the_models_have_answered_the_row_meanwhile(tmp_path: Path) -> None:
+    await reviewed_run(tmp_path / "run", 6, gold=None)
+    with opened(tmp_path / "run") as review:
+        shown = review.next("ada")
+        assert shown is not None
+        assert shown.row.id == "T-3"
+        answers = lambda _: Say('{"label": "account", "why": "x"}')  # noqa: E731
+        await reviewed_run(tmp_path / "run", 6, answers, gold=None, resume=True, retry_failed=True)
+        review.catch_up()
+        assert review.queue() == []
+        review.judge("ada", shown.row.row, REPAIR, "answer", {"label": "billing"}, shown.row.input)
+        [record] = [each for each in review.run.rows if each["job_id"] == "T-3"]
+        assert review.delivered(record)["output"] == {"label": "billing", "why": "x"}
+
+
 @pytest.mark.parametrize("kind", ["directory", pytest.param("redis", marks=needs_redis)])
 async def test_the_answers_of_a_pipelines_last_stage_are_reviewed(tmp_path: Path, kind: str) -> None:
     def says(request: Any) -> Say:

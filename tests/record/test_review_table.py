@@ -13,7 +13,7 @@ from tests.record.reviewed import CANARY, reviewed_run, truth
 from batch_agent.errors import SpecError
 from batch_agent.record.people import PeopleReview
 from batch_agent.record.review_table import escaped, free_rows, import_table, take_rows, unescaped, write_table
-from batch_agent.testing import Say
+from batch_agent.testing import Say, ScriptedServer
 
 Cells = dict[str, str]
 
@@ -62,6 +62,22 @@ async def test_a_table_goes_to_a_spreadsheet_and_back(tmp_path: Path) -> None:
         found = import_table(review, "ada", saved(tmp_path / "in.csv", filled(rows), ";", "\ufeff"))
         assert (found.taken, found.freed, found.refused) == (len(rows), 0, [])
         assert review.waiting == 0
+
+
+async def test_a_repair_in_a_table_keeps_the_fields_that_are_left_empty(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"gold": None, "cascade": None}
+    async with ScriptedServer(lambda _: Say('{"label": "account", "why": "as the model says"}')) as server:
+        entry = {"backend": server.backend_url, "model": "small"}
+        options |= {"cascade": [entry, "people"], "escalate": "output.label == 'account'", "backend": None}
+        await reviewed_run(tmp_path / "run", 4, **{**options, "model": None})
+        with PeopleReview.open(tmp_path / "run") as review:
+            rows = exported(review, "ada")
+            assert {row["model.why"] for row in rows} == {"as the model says"}
+            given = [{**row, "answer.label": "billing"} for row in rows]
+            found = import_table(review, "ada", saved(tmp_path / "in.csv", given))
+            assert (found.taken, found.refused) == (4, [])
+            delivered = [review.delivered(each)["output"] for each in review.run.rows]
+            assert delivered == [{"label": "billing", "why": "as the model says"}] * 4
 
 
 async def test_the_same_reviewer_exports_the_same_rows_again_and_others_get_others(tmp_path: Path) -> None:

@@ -388,9 +388,10 @@ class PeopleReview:
         name = checked_name(who)
         self._rows.catch_up()
         self.log.catch_up(self.review)
-        place = self.row(row, queue)
+        # A row may leave its queue while a person looks at it: the answer is a good one.
+        place = self.row(row, queue) or next(self._named([row], queue), None)
         if place is None:
-            raise Refusal("this row is not in the review any more: ask for the next row")
+            raise Refusal("this row is not in the record any more: ask for the next row")
         if digest and digest != place.input:
             raise Refusal("this row was edited since you got it: look at it again")
         output = self.read(given, place) if kind == "answer" else None
@@ -430,16 +431,21 @@ class PeopleReview:
         return next((each for each in self.queue(queue) if each.row == row), None)
 
     def read(self, given: JsonValue, row: ReviewRow) -> JsonValue:
-        """Return the answer in what a person gave. Raises Refusal."""
-        try:
-            output = self.form.read(given, row.queue)
-        except ValueError as error:
-            raise Refusal(str(error)) from None
+        """Return the answer in what a person gave; in a repair, with the fields that the model has and the person left
+        open. Raises Refusal."""
+        model: JsonValue = None
         if row.queue == REPAIR:
             [record] = self._rows.records([row.row])
-            output = self.form.merged(None if record is None else cast(JsonValue, record.get("output")), output)
-            if (why := self.problem(output)) is not None:
-                raise Refusal(f"the answer does not fit the schema: {why}")
+            model = None if record is None else cast(JsonValue, record.get("output"))
+        names = {field.name for field in self.form.fields}
+        own = {name: model[name] for name in model if name in names} if isinstance(model, dict) else model
+        try:
+            output = self.form.read(self.form.merged(own, given), row.queue)
+        except ValueError as error:
+            raise Refusal(str(error)) from None
+        output = self.form.merged(model, output)  # with what the schema allows beside its fields
+        if row.queue == REPAIR and (why := self.problem(output)) is not None:
+            raise Refusal(f"the answer does not fit the schema: {why}")
         return output
 
     def problem(self, output: JsonValue) -> str | None:

@@ -110,7 +110,10 @@ def review_command(options: argparse.Namespace) -> int:
 
 def _say_end(review: PeopleReview, options: argparse.Namespace) -> None:
     review.catch_up()
-    say("\n".join(review.lines(name_of(options))))
+    said = review.lines(name_of(options))
+    if review.promise is not None:
+        said += review.promise.standing().lines(shlex.quote(options.run))
+    say("\n".join(said))
     if review.models_have_work:
         say(f"the models have work: batch-agent resume {shlex.quote(options.run)}", wrap=False)
 
