@@ -661,10 +661,9 @@ class Run(Generic[T]):
             feeder.joining = recording.say_joining(spec, facts, alone=store.instant)
         how = recording.resuming_of(prepared, self.on_change, (self._outer or self.shared).changes, self._stage)
         await feeder.begin(facts, how, Keys(rows_under(prepared, self._function)), prepared.schema, spec.keep)
-        if self.scoring is not None:
-            await in_thread(partial(self.scoring.keep, store.fed))
-        if self._promise is not None:
-            await in_thread(partial(self._promise.keep, store.fed))
+        for beside in (self.scoring, self._promise):
+            if beside is not None:
+                await in_thread(partial(beside.keep, store.fed))
         if self._leaving:
             feeder.stop()
 
