@@ -96,7 +96,7 @@ async def test_the_gold_of_a_pilot_that_nobody_looked_at_proves_a_promise_withou
     found = results.summary.promise
     assert found is not None
     assert (found.state, found.audited, found.judgements) == ("kept", 300, 0)
-    assert "the gold of the pilot" in found.truth
+    assert found.truth == "the gold of the 300 rows of the pilot"
     assert results.summary.to_json()["promise"]["state"] == "kept"  # type: ignore[index, call-overload]
     other = await run(rows, tmp_path / "other", gold={"mood": "truth"}, pilot=300, task="Say: {text}")
     again = other.summary.promise

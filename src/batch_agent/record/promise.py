@@ -742,11 +742,17 @@ class RunPromise:
     @property
     def truth(self) -> str:
         """Whose answers are taken to be right, in words."""
-        of_gold = self._gold is not None and bool(self.known.pilot) and self.known.truth in (None, "gold")
-        of_gold = of_gold and not self.looked
-        if of_gold and self.known.truth == "gold":
+        by_gold = sum(
+            not self.looked
+            and self.known.truth in (None, "gold")
+            and place < self.known.pilot
+            and self._gold_of(event.row, event.id) is not None
+            for place, (event, _, _) in enumerate(self.audited(), start=self.before)
+        )
+        audited = self._walked()[0].drawn
+        if self.known.truth == "gold" or (audited and by_gold == audited):
             return f"the gold of the {self.known.pilot} rows of the pilot"
-        return ("the gold of the pilot and " if of_gold else "") + "people's blind answers"
+        return ("the gold of the pilot and " if by_gold else "") + "people's blind answers"
 
 
 def _doubt(event: Event) -> float | None:
