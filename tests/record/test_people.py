@@ -84,6 +84,32 @@ async def test_failed_rows_are_repaired_and_what_failed_is_shown(place: Path | s
         assert review.waiting == 3
 
 
+async def test_rows_that_no_entry_of_a_cascade_could_answer_are_repaired_with_all_their_failures_shown(
+    place: Path | str,
+) -> None:
+    def large(request: Any) -> Any:
+        return Fail(400, "too odd") if "ticket 3" in str(request.body) else Say('{"label": "account", "why": "x"}')
+
+    async with ScriptedServer(large) as server:
+        later = {"backend": server.backend_url, "model": "large"}
+        async with ScriptedServer(
+            lambda request: Say("no json") if "ticket 3" in str(request.body) else large(request)
+        ) as small:
+            entries = [{"backend": small.backend_url, "model": "small"}, later, "people"]
+            await reviewed_run(place, 5, backend=None, model=None, cascade=entries, max_retries=0)
+    with opened(place) as review:
+        assert [row.id for row in review.queue()] == ["T-3"]
+        shown = review.next("ada")
+        assert shown is not None
+        assert shown.model is not None
+        assert "too odd" in str(shown.model["error"])
+        [earlier] = cast(list[Any], shown.model["earlier"])
+        assert (earlier["name"], earlier["error"]["type"]) == ("small", "NotJSON")
+        assert not review.models_have_work
+        [failed] = [row for row in review.run.rows if not row["ok"]]
+        assert (failed["escalated"], failed["waits_for"]) == (True, "people")
+
+
 async def test_peoples_answers_are_delivered_and_the_models_stay(place: Path | str) -> None:
     await reviewed_run(place)
     with opened(place, overlap=0.0) as review:

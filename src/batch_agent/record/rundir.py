@@ -33,8 +33,16 @@ from typing import BinaryIO, Literal, cast
 
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import Invalid, SpecError, StoreError
-from batch_agent.files.results import error_record, from_json, record_line, result_line, to_json, unwritten
-from batch_agent.job import AgentResult, UnreadableRow
+from batch_agent.files.results import (
+    error_record,
+    from_json,
+    record_line,
+    result_line,
+    result_record,
+    to_json,
+    unwritten,
+)
+from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject
 from batch_agent.record.lock import Lock
 from batch_agent.record.private import DIRECTORY, private
@@ -231,23 +239,11 @@ def _taken(path: Path) -> SpecError:
 
 def failure_line(result: AgentResult[object]) -> bytes:
     """Return the line of a failed row, as a flat object."""
-    error = result.error
-    record: dict[str, object] = {
-        "index": result.index,
-        "job_id": result.job_id,
-        **(error_record(error) or {}),
-        "attempts": result.attempts,
-        "turns": result.turns,
-        "usage": result.usage,
-        "timings": result.timings,
-        "input": None if isinstance(result.input, UnreadableRow) else result.input,
-        "raw_text": result.raw_text,
-    }
-    if result.cost is not None:
-        record["cost"] = result.cost
-    if result.artifacts:
-        record["artifacts"] = {name: str(path) for name, path in result.artifacts.items()}
-    return record_line(record)
+    record = result_record(result)
+    first = {name: record.pop(name) for name in ("index", "job_id")}
+    for name in ("ok", "output", "error"):
+        del record[name]
+    return record_line({**first, **(error_record(result.error) or {}), **record, "raw_text": result.raw_text})
 
 
 def _lines(results: Sequence[AgentResult[object] | bytes], schema: OutputSchema[object] | None) -> tuple[bytes, bytes]:
