@@ -531,24 +531,18 @@ class Store:
         self.blocking, self.instant, self.group = blocking, blocking.instant, blocking.group
         self.fed = cast(RunStore, blocking)
         self.commits = ThreadPoolExecutor(1, thread_name_prefix="batch-agent-commits")
-        self._threads: dict[str, ThreadPoolExecutor] = {}
+        self._threads = {who: ThreadPoolExecutor(most, f"batch-agent-{who}") for who, most in THREADS.items()}
 
     def _call(self, who: str, function: Callable[P, T], *given: P.args, **named: P.kwargs) -> asyncio.Future[T]:
         loop = asyncio.get_running_loop()
         if self.blocking.blocks(getattr(function, "__name__", "")):
-            return loop.run_in_executor(self._pool(who), partial(function, *given, **named))
+            return loop.run_in_executor(self._threads[who], partial(function, *given, **named))
         answer: asyncio.Future[T] = loop.create_future()
         try:
             answer.set_result(function(*given, **named))
         except BatchAgentError as error:
             answer.set_exception(error)
         return answer
-
-    def _pool(self, who: str) -> ThreadPoolExecutor:
-        pool = self._threads.get(who)
-        if pool is None:
-            pool = self._threads[who] = ThreadPoolExecutor(THREADS[who], thread_name_prefix=f"batch-agent-{who}")
-        return pool
 
     def stage(self, name: str) -> Store:
         return Store(self.blocking.stage(name))

@@ -579,11 +579,9 @@ class Feeder:
 
     def deliver_recorded(self, *, callback: bool = True) -> None:
         """Deliver what is recorded in a store in this process, at the end of a run."""
-        while found := self._recorded_now() if self.store.instant else ():
+        store, session = self.store, self.session
+        while store.instant and (found := store.results(session, self._position, AT_ONCE, 0.0).result()):
             self._deliver(found, callback=callback)
-
-    def _recorded_now(self) -> Sequence[SharedResult]:
-        return self.store.results(self.session, self._position, AT_ONCE, 0.0).result()
 
     def finish_unrecorded(self, result: AgentResult[object], deliver: Callable[[AgentResult[object]], None]) -> None:
         """End a row of the worker in this process that was interrupted: it is not recorded."""

@@ -112,7 +112,7 @@ class Leases:
     async def next(self) -> list[LeasedRow]:
         """Return the next rows, for which it may wait; none if no more rows are taken."""
         most = self.store.group
-        if not self._ready and not self.over and self._is_at_hand:
+        if not self._ready and not self.over and self.store.blocking.unstarted:
             self._ready.extend(await self._take(most))
         if not self._ready:
             self.on_wait(True)
@@ -120,10 +120,7 @@ class Leases:
                 await self._wait_for_row()
             finally:
                 self.on_wait(False)
-        taken: list[LeasedRow] = []
-        while self._ready and len(taken) < most:
-            taken.append(self._hold(self._ready.popleft()))
-        return taken
+        return [self._hold(self._ready.popleft()) for _ in range(min(most, len(self._ready)))]
 
     async def _wait_for_row(self) -> None:
         """Wait until a row is there to be taken, or no more rows are taken."""
@@ -146,11 +143,6 @@ class Leases:
         """The feeder in this process, if it reads inputs only when this worker needs a row."""
         source = self._source
         return source if source is not None and not source.ahead else None
-
-    @property
-    def _is_at_hand(self) -> bool:
-        """Whether a row is in the queue of this process."""
-        return self.store.blocking.unstarted > 0
 
     def _hold(self, row: LeasedRow) -> LeasedRow:
         index = row.lease.index

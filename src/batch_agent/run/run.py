@@ -615,9 +615,9 @@ class Run(Generic[T]):
         if standing.observed:
             work.send_events()
         if self._works:
-            lease, patience, generation = self._lease, self._patience, standing.generation
+            waits = self._patience
             self._leases = leases = Leases(
-                store, number, lease=lease, generation=generation, source=self._feeder, patience=patience
+                store, number, lease=self._lease, generation=standing.generation, source=self._feeder, patience=waits
             )
             if self._is_shared:
                 leases.share()
@@ -647,15 +647,13 @@ class Run(Generic[T]):
             originals=None if store.instant else recording.originals_of(spec.inputs),
             row_schema=None if self._row_schema is None else OutputSchema.of(self._row_schema),
         )
-        feeder.paced = self.shared.paced
-        if self._is_shared:
-            feeder.work_ahead()
-        feeder.is_outermost, feeder.pilot = self._outer is None, self.pilot_rows
+        feeder.is_outermost, feeder.paced, feeder.pilot = self._outer is None, self.shared.paced, self.pilot_rows
         feeder.scoring = self.scoring if self._inside is None else None
         stages = () if self._inside is None else self._inside.names
         facts = recording.facts_of(prepared, fingerprint, self._command, stages, observed=self.shared.observed)
         facts |= {} if self._promise is None else self._promise.facts()
         if self._is_shared:
+            feeder.work_ahead()
             facts |= self._facts_for_workers()
         if self._crew is None and self._outer is None:
             feeder.joining = recording.say_joining(spec, facts, alone=store.instant)
