@@ -24,6 +24,7 @@ from batch_agent.trust.anytime import refuted
 from batch_agent.trust.forecast import interval, plan
 from batch_agent.trust.intervals import finite
 from batch_agent.trust.promise import (
+    FIXED_GRID,
     PEOPLE_ERROR,
     Promise,
     Tables,
@@ -377,15 +378,18 @@ def left(found: Mapping[Setting, list[tuple[float, float, list[bool]]]]) -> tupl
 MODELS = ((0.70, 0.95, 0.90), (0.77, 0.95, 0.90), (0.85, 0.95, 0.90), (0.88, 0.96, 0.90))
 
 
-def _to_large(job: tuple[float, float, float, int]) -> tuple[int, int]:
-    """Return the rows that the large model gets, and those with an oracle's threshold."""
+def _to_large(job: tuple[float, float, float, int]) -> tuple[int, int, bool]:
+    """Return the rows that the large model gets, those with an oracle's threshold, and whether the table that is signed
+    breaks the promise. The audit's size is fixed, so the exact bound for one look is used."""
     small, large, share, _ = job
     rows, audited = 20_000, 400
     draw = random.Random(f"model {job}")
     promise = read_promise(f"label.accuracy >= {share}")
     table = Table.of(Setting(small, 0.79, rows), draw)
     large_wrong = [draw.random() > large for _ in range(rows)]
-    walk = Walk(table.tables(promise, 0.0, by_people=False))
+    table.thresholds = grid(table.doubts[:audited], FIXED_GRID)
+    table.bands = [band(table.thresholds, doubt) for doubt in table.doubts]
+    walk = Walk(table.tables(promise, 0.0, by_people=False), fixed=audited)
     for row in range(audited):
         walk.add(table.bands[row], wrong=table.wrong[row], sent_wrong=large_wrong[row])
     place = 0 if walk.passed is None else walk.passed
@@ -397,16 +401,19 @@ def _to_large(job: tuple[float, float, float, int]) -> tuple[int, int]:
         if found > allowed:
             break
         oracle -= 1
-    return sent, oracle
+    wrong = (table.wrong[row] if table.bands[row] <= place else large_wrong[row] for row in range(rows))
+    return sent, oracle, walk.passed is not None and sum(wrong) > allowed
 
 
 def model(tables: int, pool: ProcessPoolExecutor) -> tuple[list[report.Bar], object]:
     bars, shares = list[report.Bar](), dict[str, object]()
     for small, large, share in MODELS:
         found = [*pool.map(_to_large, [(small, large, share, seed) for seed in range(tables)], chunksize=5)]
-        sent, oracle = fmean(each for each, _ in found) / 20_000, fmean(each for _, each in found) / 20_000
+        sent, oracle, broken = (fmean(each[part] for each in found) for part in range(3))
+        sent, oracle = sent / 20_000, oracle / 20_000
         name = f"small {small}, large {large}, promise {share}"
-        shares[name] = {"large": sent, "oracle": oracle}
+        shares[name] = {"large": sent, "oracle": oracle, "signed and broken": broken}
+        bars.append(report.Bar(f"learned threshold signed and broken, {name}", broken, "<=", 0.05 + NOISE))
         if oracle >= 0.3:
             bars.append(report.Bar(f"rows of the large model over an oracle's, {name}", sent / oracle, "<=", 1.6))
         else:

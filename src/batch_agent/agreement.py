@@ -23,6 +23,13 @@ NOT_BLANK = {
 # Options that mean nothing without gold.
 OF_GOLD = ("gold_sample", "gold_sealed", "tolerance", "score", "by", "groups", "require")
 
+# Options that say what a promise decides itself, if the last model of a cascade is its truth.
+OF_LAST = {
+    "escalate": "the audit learns which answers go to the last model, so leave escalate out",
+    "pilot": "the rows of the audit go first, so leave pilot out",
+    "max_people": "no person is asked, so leave max_people out",
+}
+
 
 def disagreements(options: Mapping[str, object]) -> Iterator[str]:
     """Yield what is wrong with these options, which are those of a whole BatchSpec."""
@@ -61,6 +68,12 @@ def _of_a_promise(options: Mapping[str, object]) -> Iterator[str]:
         yield 'keep="results" and promise exclude each other: the certificate needs the answers of the journal'
     if options["gold_sealed"]:
         yield "gold_sealed and promise exclude each other: leave gold_sealed out"
+    if options["truth"] == "last":
+        if options["cascade"] is None:
+            yield 'truth="last" needs a cascade, whose last model is taken to be right'
+        for name, why in OF_LAST.items():
+            if options[name] is not None:
+                yield f'truth="last" and {name} exclude each other: {why}'
     if options["truth"] == "gold" and (options["gold"] is None or options["pilot"] is None):
         yield (
             'truth="gold" needs gold and pilot: only the gold of a random sample that the run draws itself proves '

@@ -105,7 +105,7 @@ class Options(TypedDict, total=False):
     promise: str | None
     max_people: int | None
     people_error: float
-    truth: Literal["people", "gold"] | None
+    truth: Literal["people", "gold", "last"] | None
     beacon: str | None
     sinks: Sequence[Sink]
     events: str | Path | None

@@ -574,15 +574,16 @@ class BatchSpec(BaseModel):
         "judged by two people; from then on half of their differences.",
     )
     truth: Annotated[
-        Literal["people", "gold"] | None,
-        Allowed('"people", "gold" or None'),
+        Literal["people", "gold", "last"] | None,
+        Allowed('"people", "gold", "last" or None'),
         Scope.WHOLE,
         Unset("the gold of the pilot if there is one, and people"),
-        Flag("WHOSE", "whose answers a promise is measured by: people, or the gold of the pilot"),
+        Flag("WHOSE", "whose answers a promise is measured by: people, gold (of the pilot) or last (the last model)"),
     ] = Field(
         None,
-        description='Whose answers a `promise` is measured by: `"people"`, who do not see the answers of models, or '
-        '`"gold"`, that of a pilot.',
+        description='Whose answers a `promise` is measured by: `"people"`, who do not see the answers of models, '
+        '`"gold"`, that of a pilot, or `"last"`, the last of the two models of a cascade, whose threshold is learned '
+        "then ([cascade.md](cascade.md#let-the-run-learn-the-threshold)).",
     )
     beacon: Annotated[
         OptionalText, Scope.WHOLE, Unset("none"), Flag("TEXT", "text that changes which rows are audited")

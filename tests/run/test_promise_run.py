@@ -171,7 +171,7 @@ async def test_a_beacon_changes_the_rows_and_is_refused_once_the_audit_began(tmp
         ({"pilot": 5, "pilot_key": "x"}, "pilot_key and promise exclude each other"),
         ({"keep": "results", "processes": 2}, 'keep="results" and promise exclude each other'),
         ({"truth": "gold"}, 'truth="gold" needs gold and pilot'),
-        ({"truth": "model"}, 'truth: must be "people", "gold" or None'),
+        ({"truth": "model"}, 'truth: must be "people", "gold", "last" or None'),
         ({"run_dir": None}, "promise needs a record"),
         ({"promise": "moot.accuracy >= 0.9"}, "has no field 'moot'"),
         ({"doubt": False}, "doubt=False and promise exclude each other"),

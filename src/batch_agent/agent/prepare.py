@@ -159,10 +159,11 @@ def _prepare_cascade(spec: BatchSpec, *, sends: bool, confined: bool) -> Prepare
         raise SpecError('keep="results" keeps too little for people to review: leave it out')
     first_entry = cast("Mapping[str, object]", entries[0])
     first = _prepare(first_of(spec, rule), sends=sends, confined=confined)
+    promised = spec.promise is not None and spec.truth != "last"  # else a later doubt decides nothing
     later = tuple(
         Entry(
             label_of(entry),
-            _prepare_later(place, own, promised=spec.promise is not None, sends=sends, confined=confined),
+            _prepare_later(place, own, promised=promised, sends=sends, confined=confined),
             str(entry.get("name") or ""),
         )
         for place, (entry, own) in enumerate(specs_of_later(spec, first, rule), start=2)
@@ -170,11 +171,33 @@ def _prepare_cascade(spec: BatchSpec, *, sends: bool, confined: bool) -> Prepare
     own, people = str(first_entry.get("name") or ""), entries[-1] == PEOPLE
     cascade = Cascade(own, label_of(first_entry), later, people, rule, spec)
     prepared = _with_shared_backends(replace(first, cascade=cascade))
+    if spec.truth == "last":
+        _check_learnt(prepared, cascade)
     followed = list(zip(cascade.names(prepared), models_of(prepared), strict=True))[: None if people else -1]
     for name, each in followed:
         check_rule(rule, name, each)
     union_of_tools(prepared)  # raises SpecError
     return prepared
+
+
+def _check_learnt(prepared: Prepared, cascade: Cascade) -> None:
+    """Raise SpecError for a cascade in which no threshold can be learned by the answers of its last model."""
+    if cascade.people:
+        raise SpecError(
+            'truth="last" takes the answers of the last model to be right, and the cascade ends with "people": leave '
+            "truth out, so that they are the truth, or leave them out"
+        )
+    if len(cascade.later) != 1:
+        count = len(cascade.later) + 1
+        raise SpecError(
+            f'truth="last" learns one threshold, between two models, and the cascade has {count}: give the two that '
+            "matter"
+        )
+    if prepared.doubted is None:
+        raise SpecError(
+            f'truth="last" needs the doubt of answers of {prepared.backend.name}, which reports no log-probabilities: '
+            "give that entry samples=3"
+        )
 
 
 def models_of(prepared: Prepared) -> list[Prepared]:

@@ -27,18 +27,15 @@ from batch_agent.files.results import from_json, to_json
 from batch_agent.files.tables import Record
 from batch_agent.messages import JsonObject
 from batch_agent.record.codec import ASKED, ENDED, decode
+from batch_agent.record.doubts import FinishedDoubts, doubt_of, input_digest
 from batch_agent.record.keys import derived, entry_mark, row_of, sample_mark
 from batch_agent.record.people import PeopleReview
 from batch_agent.record.promise import (
-    NEVER,
     PROMISE,
     SUMS,
-    FinishedDoubts,
     PromiseStanding,
     RunPromise,
     audit_key,
-    doubt_of,
-    input_digest,
     row_digest,
 )
 from batch_agent.record.reader import RunReader, open_run, parsed
@@ -50,7 +47,7 @@ from batch_agent.trust.anytime import ERROR, PRIOR_A
 from batch_agent.trust.gold import GoldField, same_json
 from batch_agent.trust.order import KeyedOrder
 from batch_agent.trust.promise import Promise
-from batch_agent.trust.review import AUDIT
+from batch_agent.trust.review import AUDIT, Event
 from batch_agent.version import __version__
 
 FORMAT = 1
@@ -63,6 +60,10 @@ METHOD = (
     "rows in the order of a keyed hash, judged by people who do not see the answers; thresholds tested from 'all rows "
     "to people' down, each at the full level, by the ratio of prior and posterior for sampling without replacement"
 )
+METHOD_OF_LAST = (
+    "a fixed number of rows in the order of a keyed hash, answered by both models; thresholds tested from 'all rows to "
+    "the last model' down, each at the full level, by the exact bound for sampling without replacement, at one look"
+)
 
 
 class _Wanted(NamedTuple):
@@ -74,6 +75,7 @@ class _Wanted(NamedTuple):
     rows: frozenset[int]
     last: bytes
     doubt: bool
+    model: str = ""  # the last one, if its answers are the truth
 
 
 @dataclass(slots=True)
@@ -89,6 +91,7 @@ class _Counts:
     doubts: dict[int, float] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
     inputs: dict[int, str] = field(default_factory=dict)
+    both: dict[int, Record] = field(default_factory=dict)  # audited rows with the answers of two models
 
     def __iadd__(self, more: _Counts) -> _Counts:
         self.rows, self.ok, self.before = self.rows + more.rows, self.ok + more.ok, self.before + more.before
@@ -98,6 +101,7 @@ class _Counts:
         self.doubts |= more.doubts
         self.names |= more.names
         self.inputs |= more.inputs
+        self.both |= more.both
         return self
 
 
@@ -149,17 +153,18 @@ def _count(lines: Iterable[bytes | Record], wanted: _Wanted) -> _Counts:
         content = row_of(record.get("input"), "")
         digest += row_digest(name, content)
         found.rows += 1
-        doubt = NEVER
+        doubt = doubt_of(record, doubt=wanted.doubt, last=wanted.model)
         if record.get("ok"):
             found.ok += 1
             answers[content[0]] += answer_digest(content, record.get("output"))
-            doubt = doubt_of(record, doubt=wanted.doubt)
         bands[bisect_left(thresholds, doubt)] += 1
         if last and order.rank(name) <= last:
             found.before += 1
         if index in wanted.rows:
             found.doubts[index], found.names[index] = doubt, name
             found.inputs[index] = input_digest(record.get("input"))
+            if wanted.model:
+                found.both[index] = {name: record.get(name) for name in ("output", "answered_by", "earlier")}
     found.digest = digest % SUMS
     found.answers = [each % SUMS for each in answers]
     return found
@@ -344,6 +349,7 @@ class _Recomputed(NamedTuple):
     standing: PromiseStanding
     frozen: frozenset[int]  # rows of the audit
     promise: Promise
+    unlike: str  # the first audited row whose answers in the log are not those of the results
 
 
 def certificate_of(run: str, *, names: bool = False) -> tuple[JsonObject | None, PromiseStanding]:
@@ -384,12 +390,11 @@ def _recomputed(run: RunReader, review: PeopleReview, *, names: bool) -> _Recomp
         raise SpecError(f"{run.name} has no promise, so there is nothing to certify")
     review.log.catch_up(review.review)
     known, order = promise.known, KeyedOrder(promise.known.key)
-    frozen = promise.review.frozen.values() if promise.begun is not None else ()
-    audit = sorted(frozen, key=lambda event: (order.rank(event.id), event.row))
+    audit = sorted(promise.audit_events(), key=lambda event: (order.rank(event.id), event.row))
     rows = frozenset(row for row, _ in promise.review.judged_rows()) | {event.row for event in audit}
     head = promise.order_before()
     last = order.rank(audit[-1].id) if audit else b""
-    wanted = _Wanted(known.key, promise.thresholds, rows | {*head}, last, known.doubt)
+    wanted = _Wanted(known.key, promise.thresholds, rows | {*head}, last, known.doubt, promise.last)
     counts, journal = _recount(run, wanted)
     promise.recounted(_Recounted(run, counts, wanted), [*head, *(event.row for event in audit)])
     standing = promise.standing()
@@ -406,12 +411,12 @@ def _recomputed(run: RunReader, review: PeopleReview, *, names: bool) -> _Recomp
         "says": _says(promise, standing),
         "promise": run.facts()[PROMISE],
         "method": {
-            "name": METHOD,
+            "name": METHOD_OF_LAST if promise.last else METHOD,
             "confidence": 1 - ERROR,
-            "prior": [PRIOR_A, promise.promise.prior_b],
+            "prior": None if promise.last else [PRIOR_A, promise.promise.prior_b],
             "thresholds": [*promise.thresholds],
             "before": promise.before,
-            "first": known.first,
+            "first": known.audit if promise.last else known.first,
             "people_error": standing.error,
             "judged_twice": standing.twice,
         },
@@ -422,16 +427,36 @@ def _recomputed(run: RunReader, review: PeopleReview, *, names: bool) -> _Recomp
     }
     whole = cast(JsonObject, from_json(to_json(certificate)))
     return _Recomputed(
-        whole, counts, wanted, journal, standing, frozenset(event.row for event in audit), promise.promise
+        *(whole, counts, wanted, journal, standing, frozenset(event.row for event in audit), promise.promise),
+        unlike=_unlike(promise, audit, counts.both),
     )
+
+
+def _unlike(promise: RunPromise, audit: Iterable[Event], both: Mapping[int, Record]) -> str:
+    """Return the first row of an audit by the last model whose answers in the log are not those of the results."""
+    fields = [*promise.fields.values()]
+    for event in audit if promise.last else ():
+        answer, record = cast(JsonObject, event.output), both.get(event.row, {})
+        if not answer.get("answered"):
+            continue  # it may have been answered since
+        earlier = cast("list[JsonObject]", record.get("earlier") or [{}])[0]
+        if record.get("answered_by") != promise.last or not _same_values(
+            fields, answer.get("right"), record.get("output")
+        ):
+            return event.id
+        if answer.get("ok") and not _same_values(fields, answer.get("output"), earlier.get("output")):
+            return event.id
+    return ""
 
 
 def _says(promise: RunPromise, standing: PromiseStanding) -> str:
     bound = f"at most {standing.bound:.2%}" if standing.bound is not None else "an unknown share"
+    what = f"{bound} of the {standing.rows:,} rows of the delivered table are wrong, with 95 % confidence, if "
+    if promise.last:
+        return f"{what}the answers of {promise.last} are right. No person has judged a row"
     return (
-        f"{bound} of the {standing.rows:,} rows of the delivered table are wrong, with 95 % confidence, if "
-        f"{standing.truth} are right. Rows that people repaired count as wrong with {standing.error:.3g}, which is "
-        "outside the 95 %"
+        f"{what}{standing.truth} are right. Rows that people repaired count as wrong with {standing.error:.3g}, which "
+        "is outside the 95 %"
     )
 
 
@@ -488,6 +513,8 @@ def _disagrees(run: RunReader, found: _Recomputed) -> str:
     before = cast(int, cast(JsonObject, found.certificate["method"])["before"])
     if found.wanted.last and counts.before != before + len(found.frozen):
         return f"the audit has rows that the key did not draw{_not_drawn(run, found)}"
+    if found.unlike:
+        return f"the audited row {found.unlike} has other answers in the log than in the results"
     differing = frozenset(
         place for place, (one, other) in enumerate(zip(counts.answers, found.journal, strict=False)) if one != other
     )

@@ -41,7 +41,8 @@ from batch_agent.files.tables import Record
 from batch_agent.messages import JsonObject
 from batch_agent.record.address import SCHEMES, RunPlace
 from batch_agent.record.attached import AttachedFile, attached
-from batch_agent.record.promise import RunPromise, input_digest
+from batch_agent.record.doubts import input_digest
+from batch_agent.record.learned import promise_of
 from batch_agent.record.reader import RowLines, RunReader, open_run
 from batch_agent.record.review import log_of
 from batch_agent.record.rundir import REVIEWED, RUN, SCHEMA, stage_names
@@ -204,7 +205,7 @@ class PeopleReview:
         self._audit: tuple[object, list[ReviewRow]] = None, []
         self._repair: tuple[object, list[ReviewRow]] = None, []
         self._void: tuple[object, int] = None, 0
-        self.promise = RunPromise.of(self.run, self.review, self.log, overlap=self.overlap)
+        self.promise = promise_of(self.run, self.review, self.log, overlap=self.overlap)
         if self.promise is not None:
             self._closing.callback(self.promise.close)
 

@@ -8,23 +8,21 @@ all that is decided can be decided again from the record, with the same outcome.
 from __future__ import annotations
 
 import math
-from array import array
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from hashlib import blake2b
-from itertools import repeat
 from typing import Literal, NamedTuple, Self, cast
 
 from pydantic import JsonValue
 
 from batch_agent.files.gold import GOLD_FACT
 from batch_agent.files.results import from_json, to_json
-from batch_agent.files.tables import Record
 from batch_agent.messages import JsonObject
 from batch_agent.money import dollars
-from batch_agent.record.reader import RowLines, RunReader
+from batch_agent.record.doubts import NEVER, FinishedDoubts, doubt_of, input_digest
+from batch_agent.record.reader import RunReader
 from batch_agent.record.review import ReviewLog
 from batch_agent.record.rundir import GOLD, SCHEMA
 from batch_agent.trust.forecast import WIDEST, Workload, interval, plan, possible
@@ -50,16 +48,10 @@ PROMISE = "promise"  # the fact of a run that has one
 HEAD = "audit.jsonl"  # the first rows of the audit's order
 HEAD_ROWS = 10_000
 ROWS_AT_ONCE = 500  # records read together
-UNFINISHED, NEVER = math.nan, 2.0  # in place of a doubt: no result yet; no answer, or one without a doubt
 SUMS = 2**128
 
 PromiseState = Literal["kept", "not yet", "impossible"]
 NextStep = Literal["models", "audit", "repair"]
-
-
-def input_digest(value: object) -> str:
-    """Return the digest of a row's input."""
-    return blake2b(to_json(value), digest_size=8).hexdigest()
 
 
 def row_digest(name: str, content: bytes) -> int:
@@ -91,6 +83,7 @@ class PromiseFacts:
     beacon: str | None = None
     doubt: bool = True  # answers have one
     tolerance: Mapping[str, float] | None = None
+    audit: int = 0  # rows of an audit whose size is fixed, by the last model of a cascade
 
     def to_json(self) -> JsonObject:
         promise = self.promise
@@ -137,6 +130,7 @@ class PromiseStanding(NamedTuple):
     left: tuple[int, int] | None
     cost: tuple[float, float] | None
     next: NextStep | None
+    last: str | None = None  # the model whose answers are the truth
 
     @property
     def kept(self) -> bool:
@@ -165,7 +159,7 @@ class PromiseStanding(NamedTuple):
             )
             words = f"at most {self.bound:.2%} of {self.rows:,} rows are wrong (95 %){measured}"
             found.append(f"{words}; coverage {self.coverage:.3f}")
-        found.append(f"by {self.truth}; {self._people_words()}")
+        found.append(f"by {self.truth}" + (f"; {self._people_words()}" if self.last is None else ""))
         if not self.kept and self.left_words:
             found.append(self.left_words)
         if not self.kept and self.next in ("audit", "repair") and run:
@@ -183,96 +177,6 @@ class PromiseStanding(NamedTuple):
         wide = self.left is not None and self.left[1] > WIDEST * max(1, self.left[0])
         words = {"words": self.left_words or None, "interval": left, "cost": cost, "wide": wide}
         return {"promise": self.text, **found, "left": None if left is None else cast(JsonValue, words)}
-
-
-class FinishedDoubts:
-    """The finished rows of a run: their doubts, and the digests of their inputs are read when they are needed."""
-
-    def __init__(self, run: RunReader, *, doubt: bool) -> None:
-        self._run, self._doubt = run, doubt
-        self._lines: RowLines | None = None
-        self.version = 0  # it changes when rows come
-        self._bands: tuple[object, list[int]] | None = None
-        self._forget()
-
-    def _forget(self) -> None:
-        self.doubts, self.places = array("d"), array("q")
-        self.done = self.ok = 0
-        self._digests: dict[int, str] = {}
-        self._digested: dict[int, int] = {}  # row → place of the line that was read for it
-        self.version += 1
-
-    def catch_up(self) -> None:
-        if self._lines is None or self._lines.replaced():
-            self.close()
-            self._lines = self._run.lines()
-            self._lines.replaced()
-            self._forget()
-        while page := self._lines.block():
-            self.version += 1
-            for place, record in page:
-                self._add(place, record)
-
-    def _add(self, place: int, record: Record) -> None:
-        index = cast(int, record["index"])
-        if (more := index + 1 - len(self.places)) > 0:
-            self.doubts.extend(repeat(UNFINISHED, more))
-            self.places.extend(repeat(-1, more))
-        before = self.doubts[index]
-        self.done += self.places[index] < 0
-        self.ok += bool(record.get("ok")) - (self.places[index] >= 0 and before < NEVER)
-        self.places[index], self.doubts[index] = place, doubt_of(record, doubt=self._doubt)
-
-    def bands(self, thresholds: Sequence[float]) -> list[int]:
-        """Return the number of finished rows in each band."""
-        known = self.version, tuple(thresholds)
-        if self._bands is None or self._bands[0] != known:
-            self._bands = known, self._count_bands(thresholds)
-        return [*self._bands[1]]
-
-    def _count_bands(self, thresholds: Sequence[float]) -> list[int]:
-        found = [0] * (len(thresholds) + 1)
-        for doubt in self.doubts:
-            if doubt == doubt:  # finished
-                found[band(thresholds, doubt)] += 1
-        return found
-
-    def doubt(self, index: int) -> float:
-        return self.doubts[index]
-
-    def digests(self, indexes: Collection[int]) -> Mapping[int, str]:
-        """Return the digests of the inputs of these rows, as far as they are finished: a judgement of another input is
-        void."""
-        new = [index for index in indexes if self.is_done(index) and self.places[index] != self._digested.get(index)]
-        for index, record in zip(new, self.records(new), strict=True):
-            if record is not None:
-                self._digests[index], self._digested[index] = input_digest(record.get("input")), self.places[index]
-        return self._digests
-
-    def records(self, indexes: Sequence[int]) -> list[Record | None]:
-        assert self._lines is not None, "the rows were read"
-        known = [index for index in indexes if self.is_done(index)]
-        found = dict(zip(known, self._lines.read([self.places[index] for index in known]), strict=True))
-        return [found.get(index) for index in indexes]
-
-    def is_done(self, index: int) -> bool:
-        return 0 <= index < len(self.places) and self.places[index] >= 0
-
-    def close(self) -> None:
-        if self._lines is not None:
-            self._lines.close()
-            self._lines = None
-
-
-def doubt_of(record: Record, *, doubt: bool) -> float:
-    """Return the doubt of a finished row by which it is sent on; ``NEVER`` for a row that always is. ``doubt``: the
-    answers of the run have one."""
-    if not record.get("ok"):
-        return NEVER
-    known = record.get("doubt")
-    if isinstance(known, int | float) and not isinstance(known, bool):
-        return float(known)
-    return NEVER if doubt else 0.0
 
 
 class RunPromise:
@@ -300,7 +204,8 @@ class RunPromise:
         self.promise, self.fields = promised_fields(
             known.promise, schema if isinstance(schema, dict) else None, known.tolerance
         )
-        self._scan: FinishedDoubts = FinishedDoubts(run, doubt=known.doubt)
+        self.last = _last_model(facts) if known.truth == "last" else ""
+        self._scan: FinishedDoubts = FinishedDoubts(run, doubt=known.doubt, last=self.last)
         self._full: list[int] | None = None
 
     @classmethod
@@ -498,6 +403,10 @@ class RunPromise:
                 if record is not None:
                     digest = input_digest(record.get("input"))
                     yield doubts[index], ReviewRow(index, str(record.get("job_id")), REPAIR, digest)
+
+    def audit_events(self) -> list[Event]:
+        """Return the frozen answers of the audit, without an order."""
+        return [] if self.begun is None else [*self.review.frozen.values()]
 
     # What is proved
 
@@ -771,6 +680,13 @@ def _index_of(line: bytes) -> int:
         return int(line[begin:end])
     except ValueError:
         return -1
+
+
+def _last_model(facts: JsonObject) -> str:
+    """Return the name of the last model of a cascade."""
+    cascade = cast(JsonObject, facts.get("cascade") or {})
+    entries = cast("list[JsonObject]", cascade.get("entries") or [])
+    return str(entries[-1]["name"]) if entries else ""
 
 
 def head_rows(run: RunReader) -> list[tuple[int, str]]:

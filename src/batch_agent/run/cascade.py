@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast
@@ -37,6 +37,7 @@ from batch_agent.record.keys import asked_of, derived, entry_mark
 from batch_agent.record.replay import Call
 from batch_agent.record.steps import Past
 from batch_agent.record.store import Identity
+from batch_agent.run.learning import LearnedThreshold
 from batch_agent.run.parts import Several
 from batch_agent.run.rows import compile_all
 from batch_agent.run.samples import Samples, samples_of
@@ -196,8 +197,16 @@ def edited_entries(prepared: Prepared, facts: JsonObject) -> dict[str, bool]:
 class Ladder:
     """The entries of a run in one process. ``names`` are those of the models, the first included."""
 
-    def __init__(self, prepared: Prepared, dispatchers: Mapping[str, Dispatcher], metrics: Metrics) -> None:
+    def __init__(
+        self,
+        prepared: Prepared,
+        dispatchers: Mapping[str, Dispatcher],
+        metrics: Metrics,
+        facts: Callable[[], Awaitable[JsonObject | None]],
+    ) -> None:
+        """``facts`` returns those of the run, which may learn a threshold beside its rule."""
         assert prepared.cascade is not None
+        self.learned = LearnedThreshold(facts)
         self.cascade: Cascade = prepared.cascade
         self.schema: OutputSchema[object] | None = prepared.schema
         self.names = self.cascade.names(prepared)
@@ -377,6 +386,17 @@ class CascadeRow(Several):
             failed.traceback = traceback_of(raised)
             self.fail(failed)
             return False
+
+    async def is_sent(self) -> bool:
+        """Return whether a learned threshold sends the latest answer to the last model. If that is not decided in this
+        session, the row waits for it."""
+        learned, last = self.ladder.learned, self.ladder.names[-1]
+        if self.error is not None or self.place != len(self.ladder.names) - 1:
+            return False
+        decided = await learned.decide(self.job.job_id, self._asked[-1].doubt)
+        if decided is None:
+            self.waits_for = last
+        return decided is True
 
     def result(self) -> AgentResult[object]:
         """Return the result of the row, also before its end: the latest valid answer, or the latest failure."""

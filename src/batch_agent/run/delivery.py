@@ -17,6 +17,7 @@ from batch_agent.dispatch.cancellation import cancelled_by_us
 from batch_agent.job import AgentResult
 
 if TYPE_CHECKING:
+    from batch_agent.run.learning import AuditFirst
     from batch_agent.run.pilot import Pilot
 
 T = TypeVar("T")
@@ -37,6 +38,7 @@ class Delivery(Generic[T]):
     ) -> None:
         self._on_result = on_result
         self._on_backlog, self._pilot = on_backlog, pilot
+        self.learning: AuditFirst | None = None
         self._ready: deque[AgentResult[T]] = deque()
         self._taker: asyncio.Future[None] | None = None
         self._closed = False
@@ -97,6 +99,8 @@ class Delivery(Generic[T]):
 
     def put(self, result: AgentResult[T]) -> None:
         self._ready.append(result)
+        if self.learning is not None:
+            self.learning.took(result)
         if self._pilot is not None:
             self._pilot.took(result)
         self._say_backlog()

@@ -212,6 +212,13 @@ class Feeder:
             if self._telling is None:
                 self._write_facts()
 
+    async def record(self, facts: JsonObject) -> None:
+        """Record facts, and return when others can read them. Raises StoreError if they cannot be written."""
+        while self._telling is not None:
+            await asyncio.wait({self._telling})
+        self.facts |= facts
+        await self.store.write_facts(self.session, dict(self.facts))
+
     def _write_facts(self) -> None:
         facts = dict(self.facts)
         self._telling = self.store.write_facts(self.session, facts)

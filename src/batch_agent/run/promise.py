@@ -16,6 +16,7 @@ from batch_agent.files.results import to_json
 from batch_agent.job import UnreadableRow
 from batch_agent.messages import JsonObject
 from batch_agent.record.keys import row_of
+from batch_agent.record.learned import LAST
 from batch_agent.record.people import PeopleReview
 from batch_agent.record.promise import (
     HEAD,
@@ -29,11 +30,15 @@ from batch_agent.record.promise import (
 )
 from batch_agent.record.reader import open_run
 from batch_agent.record.store import RunStore, Store
+from batch_agent.run.delivery import Delivery
+from batch_agent.run.feeder import Feeder
+from batch_agent.run.learning import AuditFirst
 from batch_agent.run.pilot import Pilot, named
 from batch_agent.run.recording import in_thread
+from batch_agent.run.rows import Rows
 from batch_agent.run.scoring import keep_lines
 from batch_agent.trust.order import KeyedOrder
-from batch_agent.trust.promise import read_promise
+from batch_agent.trust.promise import fixed_size, read_promise
 
 
 class PromiseOfRun:
@@ -72,8 +77,18 @@ class PromiseOfRun:
         assert self._drawn is not None, "the rows are drawn first"
         return {PROMISE: self._drawn.to_json()}
 
-    def keep(self, store: RunStore) -> None:
-        """Write the head of the audit into the record. May block."""
+    async def begin(self, prepared: Prepared, feeder: Feeder, rows: Rows, delivery: Delivery[object]) -> None:
+        """Write the head of the audit into the record. If the truth is the last model, its rows are fed first."""
+        await in_thread(partial(self._keep, feeder.store.fed))
+        if prepared.spec.truth != LAST or prepared.cascade is None:
+            return
+        names = prepared.cascade.names(prepared)
+        delivery.learning = learning = AuditFirst(self._run, names, prepared.schema, feeder.record)
+        await learning.begin()
+        if not learning.decided:
+            await rows.learn_first(learning)
+
+    def _keep(self, store: RunStore) -> None:
         keep_lines(store, HEAD, (to_json(row) + b"\n" for row in self._head))
 
     def settle(self) -> None:
@@ -126,6 +141,7 @@ def draw_audit(
         beacon=beacon,
         doubt=prepared.doubted is not None,
         tolerance=None if spec.tolerance is None else {**spec.tolerance},
+        audit=fixed_size(promise, rows) if spec.truth == LAST else 0,
     )
     return facts, head
 

@@ -22,6 +22,7 @@ from batch_agent.foreign import describe
 from batch_agent.job import AgentError, AgentResult, Failure, Job, Placed
 
 if TYPE_CHECKING:
+    from batch_agent.run.learning import AuditFirst
     from batch_agent.run.pilot import Pilot
 
 READERS = max(2, min(8, os.cpu_count() or 1))  # documents that are read at once
@@ -87,6 +88,7 @@ class Rows:
         self._async = aiter(inputs) if isinstance(inputs, AsyncIterable) else None
         self._plain: Iterator[object] = iter(()) if isinstance(inputs, AsyncIterable) else iter(inputs)
         self._peeked: list[object] = []
+        self._learning: AuditFirst | None = None
         self._failure: Exception | None = None  # of the input after those that were read
         self.seen = False  # there was at least one input
 
@@ -125,6 +127,11 @@ class Rows:
         pilot.begin_rows()
         self._plain, self._waits = iter(chosen), True
 
+    async def learn_first(self, learning: AuditFirst) -> None:
+        """Hand out the rows of an audit first, and the others when it is decided which of them go to the last model."""
+        self._plain = await in_thread(partial(learning.lead, self._countable, self._id_column))
+        self._learning, self._waits, self._peeked = learning, True, []
+
     @property
     def _countable(self) -> Iterable[object]:
         assert isinstance(self._inputs, Iterable), "inputs that cannot be counted are refused before"
@@ -144,6 +151,11 @@ class Rows:
                 if not self._stopped:
                     self._plain = self._pilot.others(self._countable, self._id_column)
                     values = self._take(count)
+            elif not values and self._waits and self._learning is not None:
+                await self._learning.wait()
+                self._waits = False
+                self._plain = self._learning.others(self._countable, self._id_column)
+                values = self._take(count)
         except asyncio.CancelledError:
             if cancelled_by_us():
                 raise

@@ -478,7 +478,7 @@ class Run(Generic[T]):
         self._prepared = prepared = await recording.as_recorded(prepared, self._record)
         if prepared.cascade is not None and self._inside is None:
             self._prepared = prepared = await look_for_models(prepared)
-            self.shared.ladder = Ladder(prepared, self.shared.dispatchers, self._metrics)
+            self.shared.ladder = Ladder(prepared, self.shared.dispatchers, self._metrics, store.facts)
         shapes = prepared.shapes
         spending.set_terms((shapes.first, shapes.later, shapes.repair), prepared.prices, prepared.backend)
         if self._outer is not None:
@@ -659,9 +659,10 @@ class Run(Generic[T]):
             feeder.joining = recording.say_joining(spec, facts, alone=store.instant)
         how = recording.resuming_of(prepared, self.on_change, (self._outer or self.shared).changes, self._stage)
         await feeder.begin(facts, how, Keys(rows_under(prepared, self._function)), prepared.schema, spec.keep)
-        for beside in (self.scoring, self._promise):
-            if beside is not None:
-                await in_thread(partial(beside.keep, store.fed))
+        if self.scoring is not None:
+            await in_thread(partial(self.scoring.keep, store.fed))
+        if self._promise is not None:
+            await self._promise.begin(prepared, feeder, self._rows, self._delivery)
         if self._leaving:
             feeder.stop()
 

@@ -475,7 +475,7 @@ class Worker:
         self, held: LeasedRow, row: CascadeRow, answer: Awaitable[AgentResult[object]], agents: asyncio.TaskGroup
     ) -> None:
         while row.end(await answer):
-            if not (await self._has_begun(held, row, row.place) or row.escalates()):
+            if not (await self._has_begun(held, row, row.place) or row.escalates() or await row.is_sent()):
                 return
             if row.place == len(row.ladder.names):
                 row.waits_for = PEOPLE if row.ladder.cascade.people else None

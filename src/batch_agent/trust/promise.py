@@ -23,11 +23,14 @@ from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
 from batch_agent.trust.anytime import ERROR, at_most, prior_b, refuted
 from batch_agent.trust.gold import ALL, OUTPUT, GoldField, field_of, fields_in
+from batch_agent.trust.intervals import finite
 from batch_agent.trust.require import read_requirements
 
 T = TypeVar("T")
 GRID = 20  # thresholds beside 'all rows are sent on'
 ALL_SENT, ALL_KEPT = -1.0, 1.0  # thresholds: no doubt is at most the first, each one is at most the last
+FIXED_GRID = 100  # the same for an audit whose size is fixed: more thresholds cost no confidence there
+FIXED_STEP = 6  # times the square root of the rows of a table: the rows of an audit whose size is fixed
 FIRST_STEP = 1.5  # times the rows after which a sample without a wrong row shows the promise
 LONGEST = 64  # characters of a text that two people can be expected to write equally
 PEOPLE_ERROR = 0.02
@@ -117,13 +120,24 @@ def first_step(promise: Promise, pilot: int | None) -> int:
     return max(pilot or 0, math.ceil(FIRST_STEP * math.log(ERROR) / math.log(float(promise.share))))
 
 
-def grid(doubts: Iterable[float]) -> tuple[float, ...]:
-    """Return the thresholds for these doubts: all rows are sent on, 20 quantiles, of which the last keeps every row
-    that has a doubt. Equal ones are one."""
+def fixed_size(promise: Promise, rows: int) -> int:
+    """Return the number of rows of an audit that decides nothing before its end. More rows cost more answers of the
+    last model, and fewer rows a more careful threshold."""
+    return min(rows, max(first_step(promise, None), math.ceil(FIXED_STEP * math.sqrt(rows))))
+
+
+def most_wrong_of(wrong: int, drawn: int, rows: int, error: float = ERROR) -> int:
+    """Return the largest number of wrong rows of a table that an audit of a fixed size does not refute (exact)."""
+    return rows - round(rows * finite(drawn - wrong, drawn, rows, 1 - 2 * error).low)
+
+
+def grid(doubts: Iterable[float], steps: int = GRID) -> tuple[float, ...]:
+    """Return the thresholds for these doubts: all rows are sent on, ``steps`` quantiles, of which the last keeps every
+    row that has a doubt. Equal ones are one."""
     known = sorted(doubts)
     if not known:
         return ALL_SENT, ALL_KEPT
-    quantiles = (known[math.ceil(len(known) * step / GRID) - 1] for step in range(1, GRID))
+    quantiles = (known[math.ceil(len(known) * step / steps) - 1] for step in range(1, steps))
     return ALL_SENT, *sorted({each for each in quantiles if each < ALL_KEPT}), ALL_KEPT
 
 
@@ -198,10 +212,11 @@ class Tables:
 class Walk:
     """The tests of the tables, in their order. Rows are added in the order of the audit. ``passed`` is the last
     threshold whose table keeps the promise, or None; ``next`` the one that further rows work for, or None behind the
-    last."""
+    last. ``fixed``: the rows of an audit whose size was fixed before its first row. Nothing is decided before its end,
+    so a bound for one look is enough, which is tighter."""
 
-    def __init__(self, tables: Tables, error: float = ERROR) -> None:
-        self.tables, self.error, self.most = tables, error, tables.most()
+    def __init__(self, tables: Tables, error: float = ERROR, fixed: int | None = None) -> None:
+        self.tables, self.error, self.most, self.fixed = tables, error, tables.most(), fixed
         self.drawn = 0
         self.wrong = [0] * len(self.most)
         self.seen = [0] * (len(self.most) + 1)  # audited rows in each band
@@ -229,6 +244,8 @@ class Walk:
         self._go_on()
 
     def _go_on(self) -> None:
+        if self.fixed is not None and self.drawn != self.fixed:
+            return
         while self._place < len(self.most):
             most = self.most[self._place]
             if most >= 0:
@@ -240,7 +257,14 @@ class Walk:
     def refutes(self, place: int, bad: int) -> bool:
         if bad > self._could_be_wrong(place):
             return True
+        if self.fixed is not None:
+            return bad > self._at_most(place)
         return refuted(bad, self.wrong[place], self.drawn, self.drawn_from, self._b, self.error)
+
+    def _at_most(self, place: int) -> int:
+        if self.fixed is not None:
+            return most_wrong_of(self.wrong[place], self.drawn, self.drawn_from, self.error)
+        return at_most(self.wrong[place], self.drawn, self.drawn_from, self._b, self.error)
 
     def _could_be_wrong(self, place: int) -> int:
         """Return how many rows the audit could find wrong: of rows that people repair, none."""
@@ -250,8 +274,7 @@ class Walk:
         """Return the share of wrong rows of a table, at most. ``now``: the tables as they are, with repairs that are
         not done yet."""
         tables = self.tables
-        kept = at_most(self.wrong[place], self.drawn, self.drawn_from, self._b, self.error)
-        kept = min(kept, self._could_be_wrong(place))
+        kept = min(self._at_most(place), self._could_be_wrong(place))
         if place == self.passed:
             kept = min(kept, self.most[place])  # it was refuted at an earlier look, which is enough
         return (kept + (now or tables).sent_wrong(place)) / tables.rows if tables.rows else 0.0

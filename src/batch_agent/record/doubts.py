@@ -1,0 +1,126 @@
+"""The finished rows of a run as a promise needs them: their doubts, and where their records are."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Collection, Mapping, Sequence
+from hashlib import blake2b
+from itertools import repeat
+from typing import cast
+
+from batch_agent.files.results import to_json
+from batch_agent.files.tables import Record
+from batch_agent.record.reader import RowLines, RunReader
+from batch_agent.trust.promise import band
+
+# In place of a doubt: no result yet; no answer, or one without a doubt; the last model was asked.
+UNFINISHED, NEVER, SETTLED = math.nan, 2.0, -2.0
+
+
+def input_digest(value: object) -> str:
+    """Return the digest of a row's input."""
+    return blake2b(to_json(value), digest_size=8).hexdigest()
+
+
+class FinishedDoubts:
+    """The finished rows of a run: their doubts, and the digests of their inputs are read when they are needed."""
+
+    def __init__(self, run: RunReader, *, doubt: bool, last: str = "") -> None:
+        """``last``: as in ``doubt_of``."""
+        self._run, self._doubt, self._last = run, doubt, last
+        self._lines: RowLines | None = None
+        self.version = 0  # it changes when rows come
+        self._bands: tuple[object, list[int]] | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self.doubts, self.places = array("d"), array("q")
+        self.done = self.ok = 0
+        self._digests: dict[int, str] = {}
+        self._digested: dict[int, int] = {}  # row → place of the line that was read for it
+        self.version += 1
+
+    def catch_up(self) -> None:
+        if self._lines is None or self._lines.replaced():
+            self.close()
+            self._lines = self._run.lines()
+            self._lines.replaced()
+            self._forget()
+        while page := self._lines.block():
+            self.version += 1
+            for place, record in page:
+                self._add(place, record)
+
+    def _add(self, place: int, record: Record) -> None:
+        index = cast(int, record["index"])
+        if (more := index + 1 - len(self.places)) > 0:
+            self.doubts.extend(repeat(UNFINISHED, more))
+            self.places.extend(repeat(-1, more))
+        before = self.doubts[index]
+        self.done += self.places[index] < 0
+        self.ok += bool(record.get("ok")) - (self.places[index] >= 0 and before < NEVER)
+        self.places[index], self.doubts[index] = place, doubt_of(record, doubt=self._doubt, last=self._last)
+
+    def bands(self, thresholds: Sequence[float]) -> list[int]:
+        """Return the number of finished rows in each band."""
+        known = self.version, tuple(thresholds)
+        if self._bands is None or self._bands[0] != known:
+            self._bands = known, self._count_bands(thresholds)
+        return [*self._bands[1]]
+
+    def _count_bands(self, thresholds: Sequence[float]) -> list[int]:
+        found = [0] * (len(thresholds) + 1)
+        for doubt in self.doubts:
+            if doubt == doubt:  # finished
+                found[band(thresholds, doubt)] += 1
+        return found
+
+    def doubt(self, index: int) -> float:
+        return self.doubts[index]
+
+    def digests(self, indexes: Collection[int]) -> Mapping[int, str]:
+        """Return the digests of the inputs of these rows, as far as they are finished: a judgement of another input is
+        void."""
+        new = [index for index in indexes if self.is_done(index) and self.places[index] != self._digested.get(index)]
+        for index, record in zip(new, self.records(new), strict=True):
+            if record is not None:
+                self._digests[index], self._digested[index] = input_digest(record.get("input")), self.places[index]
+        return self._digests
+
+    def records(self, indexes: Sequence[int]) -> list[Record | None]:
+        assert self._lines is not None, "the rows were read"
+        known = [index for index in indexes if self.is_done(index)]
+        found = dict(zip(known, self._lines.read([self.places[index] for index in known]), strict=True))
+        return [found.get(index) for index in indexes]
+
+    def is_done(self, index: int) -> bool:
+        return 0 <= index < len(self.places) and self.places[index] >= 0
+
+    def close(self) -> None:
+        if self._lines is not None:
+            self._lines.close()
+            self._lines = None
+
+
+def doubt_of(record: Record, *, doubt: bool, last: str = "") -> float:
+    """Return the doubt of a finished row by which it is sent on; ``NEVER`` for a row that always is. ``doubt``: the
+    answers of the run have one. ``last`` is the model to which rows are sent, if not to people: ``SETTLED`` for a row
+    that has its answer, or has failed there by its content."""
+    if last and _is_settled(record, last):
+        return SETTLED
+    if not record.get("ok"):
+        return NEVER
+    known = record.get("doubt")
+    if isinstance(known, int | float) and not isinstance(known, bool):
+        return float(known)
+    return NEVER if doubt else 0.0
+
+
+def _is_settled(record: Record, last: str) -> bool:
+    if record.get("waits_for") is not None:
+        return False
+    earlier = record.get("earlier") or []
+    asked = [each.get("name") for each in earlier if isinstance(each, dict)] if isinstance(earlier, list) else []
+    # A row that failed at the first model by its content was sent on; one that failed after it, failed at the last.
+    return last in (record.get("answered_by"), *asked) or (not record.get("ok") and bool(asked))
