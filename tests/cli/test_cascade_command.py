@@ -168,3 +168,21 @@ async def test_rows_that_people_have_judged_wait_no_more(place: Place) -> None:
     again = await place("resume", "kept")
     assert again.code == ALL_OK
     assert "wait for people" not in again.stderr
+
+
+async def test_status_of_a_pipeline_says_which_stage_waits_for_people(place: Place) -> None:
+    schema = {"mood": "good|bad"}
+    first = {"name": "judge", "task": "Judge {text}", "output_schema": schema, "cascade": place.entries("people")}
+    stages = [
+        {"map": {**first, "escalate": "output.mood == 'bad'"}},
+        {"map": {"name": "next", "task": "Even {mood}", "output_schema": schema}},
+    ]
+    spec = {"inputs": "rows.jsonl", "max_retries": 0, "backend": place.one.backend_url, "stages": stages}
+    (place.directory / "spec.json").write_text(json.dumps(spec))
+    done = await place("run", "spec.json", "--run-dir", "kept", "--output", "out.jsonl")
+    assert done.code == REQUIRED
+    assert "2 rows wait for people: batch-agent review kept --stage judge" in done.stderr
+    assert "people   judge: 0 rows judged; 2 wait (2 repair)" in (await place("status", "kept")).stdout
+    stage, other = json.loads((await place("status", "kept", "--json")).stdout)["stages"]
+    assert stage["people"]["waiting"] == 2
+    assert "people" not in other

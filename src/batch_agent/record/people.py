@@ -646,18 +646,23 @@ def people_of(run: RunReader, stage: str = "") -> PeopleReview | None:
     return None
 
 
+def reviews_of(run: RunReader) -> Iterator[tuple[str, PeopleReview]]:
+    """Yield the reviews of a run with the names of their stages; "" if it has no stages. Each is closed afterwards."""
+    for stage in run.begun_stages() or [""]:
+        if (review := people_of(run, stage)) is not None:
+            with review:
+                yield stage, review
+
+
 def waiting_words(run: RunReader, name: str = "") -> str:
     """Return how many rows wait for people, with the command for them; "" if none does. In a pipeline, a line for each
     stage. ``name`` is that of the run for a command line."""
     said: list[str] = []
     last = (stage_names(run.facts()) or [""])[-1]
-    for stage in run.begun_stages() or [""]:
-        if (review := people_of(run, stage)) is not None:
-            with review:
-                count = review.waiting
-            waits = "row waits" if count == 1 else "rows wait"
-            command = review_command_of(name or run.name, "" if stage == last else stage)
-            said += [f"{count:,} {waits} for people: {command}"] if count else []
+    for stage, review in reviews_of(run):
+        waits = "row waits" if (count := review.waiting) == 1 else "rows wait"
+        command = review_command_of(name or run.name, "" if stage == last else stage)
+        said += [f"{count:,} {waits} for people: {command}"] if count else []
     return "\n".join(said)
 
 

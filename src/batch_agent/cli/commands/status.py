@@ -7,10 +7,10 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import cast
+from typing import TypeAlias, cast
 
 from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.output.streams import put, put_json, say
@@ -30,7 +30,7 @@ from batch_agent.observe.text import (
     wrapped,
 )
 from batch_agent.record.address import RunPlace, place_of
-from batch_agent.record.people import people_of
+from batch_agent.record.people import reviews_of
 from batch_agent.record.promise import PromiseStanding
 from batch_agent.record.reader import RunReader, RunSnapshot, look, open_run, runs_in
 from batch_agent.record.rundir import FORGED, SCHEMA, stage_names
@@ -43,6 +43,7 @@ NOT_BEGUN = "not begun"
 SCORED_ROWS = 100_000  # of a running run: reading more takes longer than a person waits
 UP, CLEAR = "\x1b[{}A", "\x1b[J"
 HEADINGS = ("RUN", "STATE", "ROWS", "FAILED", "STARTED", "TOKENS", "COST", "MODEL")
+People: TypeAlias = Mapping[str, tuple[JsonObject, Sequence[str]]]  # stage → as JSON, in words; "" without stages
 NEEDED = 3  # columns of the list of runs that are always shown
 
 
@@ -79,10 +80,7 @@ def _over(shown: str) -> str:
 
 
 def status_json(
-    view: RunSnapshot,
-    score: JsonObject | None = None,
-    promise: PromiseStanding | None = None,
-    people: tuple[JsonObject, Sequence[str]] | None = None,
+    view: RunSnapshot, score: JsonObject | None, promise: PromiseStanding | None, people: People
 ) -> JsonObject:
     """Return the run as one JSON object. For a pipeline, ``rows`` is the sum and ``stages`` has each stage."""
     hidden = ("command", "rows", "stages", "unpriced", GOLD_FACT, SCHEMA)
@@ -104,15 +102,16 @@ def status_json(
     }
     if score is not None:
         status["score"] = score
-    if people is not None:
-        status["people"] = people[0]
+    if people:
+        status["people"] = [*people.values()][-1][0]
     if promise is not None:
         status["promise"] = promise.to_json()
     if view.workers:
         status["workers"] = [{"host": worker.get("host"), "pid": worker.get("pid")} for worker in view.workers]
     if names := stage_names(view.facts):
         parts = {name: of_record(stage) for name, stage in view.stages.items()}
-        begun = {name: {"state": part.state, **part.to_json()} for name, part in parts.items()}
+        reviews = {name: {"people": review} for name, (review, _) in people.items()}
+        begun = {name: {"state": part.state, **part.to_json(), **reviews.get(name, {})} for name, part in parts.items()}
         status["stages"] = [{"name": name, **begun.get(name, {"state": NOT_BEGUN})} for name in names]
     return status
 
@@ -132,17 +131,14 @@ def _score(run: RunReader, view: RunSnapshot) -> JsonObject | None:
         return None
 
 
-def _people(run: RunReader, view: RunSnapshot) -> tuple[JsonObject, Sequence[str]] | None:
-    """Return what people have judged and what is left for them; None for a run that people do not review."""
+def _people(run: RunReader, view: RunSnapshot) -> People:
+    """Return what people have judged and what is left for them; nothing for a run that people do not review."""
     if not view.facts or (view.state in ALIVE and view.progress.ok + view.progress.failed > SCORED_ROWS):
-        return None
+        return {}
     try:
-        if (review := people_of(run)) is None:
-            return None
-        with review:
-            return review.to_json(), review.lines()
+        return {stage: (review.to_json(), review.lines()) for stage, review in reviews_of(run)}
     except StoreError:  # the log cannot be read now
-        return None
+        return {}
 
 
 def _promise(view: RunSnapshot) -> PromiseStanding | None:
@@ -152,12 +148,7 @@ def _promise(view: RunSnapshot) -> PromiseStanding | None:
     return standing_of(view.name)
 
 
-def _text(
-    view: RunSnapshot,
-    score: JsonObject | None = None,
-    promise: PromiseStanding | None = None,
-    people: tuple[JsonObject, Sequence[str]] | None = None,
-) -> str:
+def _text(view: RunSnapshot, score: JsonObject | None, promise: PromiseStanding | None, people: People) -> str:
     now, facts = view.progress, view.facts
     if not facts:
         return f"{view.name}\n  state    starting: a process has this run, and has not begun with the rows yet"
@@ -189,7 +180,8 @@ def _text(
     lines += [("" if place else "cascade", words) for place, words in enumerate(recorded_lines(view.summary or {}))]
     lines.append(("spent", numbers.spent_words))
     lines += [("" if place else "score", words) for place, words in enumerate(brief_lines(score or {}))]
-    lines += [("" if place else "people", words) for place, words in enumerate(() if people is None else people[1])]
+    said = [f"{stage}: {words}" if stage else words for stage, (_, every) in people.items() for words in every]
+    lines += [("" if place else "people", words) for place, words in enumerate(said)]
     if promise is not None:
         about = promise.lines(shlex.quote(view.name))
         lines += [("" if place else "promise", words) for place, words in enumerate(about)]
