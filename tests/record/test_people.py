@@ -196,6 +196,27 @@ async def test_undo_gives_the_row_back(place: Path | str) -> None:
             review.undo("bob")
 
 
+async def test_a_blind_judgement_stays_after_its_person_has_seen_what_the_models_said(tmp_path: Path) -> None:
+    await reviewed_run(tmp_path / "run", 4)  # the row T-3 failed
+    with opened(tmp_path / "run", overlap=0.0) as review:
+        review.audit(4, "ada")
+        while (shown := review.next("ada", AUDIT)) is not None:
+            judge(review, shown, "ada")
+            if shown.row.id == "T-3":
+                again = review.undo("ada")
+                assert again is not None
+                assert again.model is None
+                judge(review, again, "ada")
+        while (undone := review.review.last_of("ada")) is not None and undone.id != "T-3":
+            review.undo("ada")
+        repair = review.next("ada", REPAIR)
+        assert repair is not None
+        assert repair.row.id == "T-3"  # its people's answer lacks a field
+        with pytest.raises(Refusal, match="your blind judgement of it stays"):
+            review.undo("ada")
+        assert review.review.verdict(3, AUDIT).kind == "answer"
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [

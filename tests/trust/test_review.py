@@ -213,6 +213,17 @@ def test_an_edit_of_a_row_voids_what_people_said_of_it() -> None:
     assert log.verdict(edited) == PeopleVerdict("answer", "no", 1)
 
 
+def test_judgements_before_and_after_an_edit_are_no_pair_in_the_agreement() -> None:
+    log, [row] = Log(overlap=ALL), places(1)
+    edited = row._replace(input="other")
+    for who, place, output in (("ada", row, "a"), ("ada", edited, "b"), ("bob", edited, "b")):
+        assert log.next(who, [place]) is not None
+        assert not log.say(who, place, output=output)
+    agreement = log.review.agreement()
+    assert agreement is not None
+    assert (agreement.right, agreement.rows) == (1, 1)
+
+
 def test_an_answer_to_a_row_that_was_edited_meanwhile_is_refused() -> None:
     log, [place] = Log(), places(1)
     log.next("ada", [place])

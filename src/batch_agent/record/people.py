@@ -407,7 +407,7 @@ class PeopleReview:
 
     def undo(self, who: str) -> Shown | None:
         """Take back a person's latest judgement or skip, and give the row to that person again. None if the row is in
-        no queue now. Raises Refusal if there is nothing to undo."""
+        no queue now. Raises Refusal if there is nothing to undo, or a blind judgement would not be blind any more."""
         name = checked_name(who)
         self._rows.catch_up()
 
@@ -415,6 +415,8 @@ class PeopleReview:
             last = self.review.last_of(name)
             if last is None:
                 raise Refusal("there is nothing of yours to undo")
+            if last.queue == AUDIT and self.review.has_seen(last.row, name, REPAIR):
+                raise Refusal("you have seen the models' answers to this row since: your blind judgement of it stays")
             row = self.row(last.row, last.queue)
             undone = ReviewRow(last.row, last.id, last.queue, last.input)
             events = [event_of_row("undo", undone, name, undoes=last.n)]

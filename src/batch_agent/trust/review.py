@@ -329,10 +329,10 @@ class Review:
         lease = None if judged is None else judged.leases.get(person(name))
         return lease is not None and _holds(lease, now)
 
-    def has_seen(self, row: int, name: str) -> bool:
-        """Return whether a row was given to a person."""
-        who = person(name)
-        every = [judged for queue in QUEUES if (judged := self._rows.get((row, queue))) is not None]
+    def has_seen(self, row: int, name: str, only: Queue | None = None) -> bool:
+        """Return whether a row was given to a person; with ``only``, in this queue."""
+        who, queues = person(name), QUEUES if only is None else (only,)
+        every = [judged for queue in queues if (judged := self._rows.get((row, queue))) is not None]
         said = [event for judged in every for event in (*judged.standing, *judged.skips)]
         return any(who in judged.leases for judged in every) or any(person(event.who) == who for event in said)
 
@@ -366,12 +366,13 @@ class Review:
 
     def agreement(self, queue: Queue | None = None) -> Share | None:
         """Return the share of the rows with two judgements in which both are the same, with its exact interval; None
-        if no row has two."""
-        pairs = [
-            self._agree(*judged.standing[:2])
+        if no row has two. Judgements before and after an edit of the row are of two rows."""
+        rows = (
+            [each for each in judged.standing if each.input == judged.standing[-1].input]
             for (_, own), judged in self._rows.items()
             if len(judged.standing) > 1 and queue in (None, own)
-        ]
+        )
+        pairs = [self._agree(*standing[:2]) for standing in rows if len(standing) > 1]
         return share(sum(pairs), len(pairs)) if pairs else None
 
 
