@@ -285,3 +285,18 @@ async def test_undone_judgements_are_computed_again(tmp_path: Path) -> None:
     with PeopleReview.open(str(tmp_path / "run")) as review:
         review.undo("ann")
     assert standing(tmp_path / "run").audited == 2
+
+
+async def test_the_promise_and_the_review_name_one_number_of_random_rows(tmp_path: Path) -> None:
+    rows = table(400, wrong=0.15)
+    await run(rows, tmp_path / "run")
+    said = []
+    for most in (0, 3, 25):
+        judge(tmp_path / "run", rows, most=most, who="ann")
+        with PeopleReview.open(str(tmp_path / "run")) as review:
+            waits = review.left()["audit"].open
+            said.append(waits)
+            assert f"people judge {waits:,} more random rows, as far as is known now" in standing(tmp_path / "run").why
+            assert f"{waits:,} wait ({waits:,} audit)" in review.lines()[0]
+            assert review.next("bob") is not None  # one row is bob's, so the rows that ann judges next come after it
+    assert len({*said}) == 3

@@ -110,6 +110,10 @@ class LearnedPromise(RunPromise):
         """People have no part in it."""
         return ()
 
+    def unjudged(self) -> tuple[int, int, int]:
+        """People have no part in it."""
+        return 0, 0, 0
+
     def audit_events(self) -> list[Event]:
         before = {*self.order_before()}
         return [event for event in super().audit_events() if event.row not in before]

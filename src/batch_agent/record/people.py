@@ -300,7 +300,9 @@ class PeopleReview:
 
     def left(self, who: str = "") -> dict[Queue, Left]:
         """Return what is left of each queue."""
-        return self.review.left(self.queue(), who)
+        left = self.review.left(self.queue(), who)
+        more, audit = 0 if self.promise is None else self.promise.unjudged()[-1], left[AUDIT]
+        return {**left, AUDIT: audit._replace(open=audit.open + more, yours=audit.yours + (more if who else 0))}
 
     @property
     def waiting(self) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from hashlib import blake2b
+from itertools import islice
 from typing import Literal, NamedTuple, Self, cast
 
 from pydantic import JsonValue
@@ -381,6 +382,15 @@ class RunPromise:
             found.append(ReviewRow(event.row, event.id, AUDIT, event.input))
         return found
 
+    def unjudged(self) -> tuple[int, int, int]:
+        """Return how many more random rows people judge as far as is known, how many of them the models are done with,
+        and how many of these ``audit`` gets when a person asks for a row: their answers are recorded then."""
+        walk, work, _ = self._walked()
+        wanted, before = walk.drawn + work.audit, self._next_offset() if self.begun is None else self.before
+        judged = sum(each is not None for each in islice(self.outcomes() if self.begun else (), wanted))
+        ready = [*self._ready(before, wanted, {})] if self.known.truth != "gold" else []
+        return wanted - judged, max(0, len(ready) - judged), sum(row not in self.review.frozen for row in ready)
+
     def repair(self) -> Sequence[tuple[float, ReviewRow]]:
         """Return the rows that people should repair, each with its doubt: those above the threshold that the audit has
         reached, once it has."""
@@ -616,7 +626,9 @@ class RunPromise:
         if self._scan.done < known.rows and not work.audit and not work.repair:
             return "not yet", f"{known.rows - self._scan.done:,} rows wait for the models"
         if work.audit:
-            return "not yet", f"{work.audit:,} more random rows wait for people's judgement, as far as is known now"
+            needed, waits, _ = self.unjudged()
+            now = "" if waits == needed else f"; {waits:,} of them wait now"
+            return "not yet", f"people judge {needed:,} more random rows, as far as is known now{now}"
         if work.repair:
             return "not yet", f"the audit allows it; {work.repair:,} rows wait for people to repair them"
         return "not yet", f"{known.rows - self._scan.done:,} rows wait for the models"

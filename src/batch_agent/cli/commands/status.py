@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeAlias, cast
 
 from batch_agent.cli.exit_status import ALL_OK
@@ -44,6 +45,7 @@ SCORED_ROWS = 100_000  # of a running run: reading more takes longer than a pers
 UP, CLEAR = "\x1b[{}A", "\x1b[J"
 HEADINGS = ("RUN", "STATE", "ROWS", "FAILED", "STARTED", "TOKENS", "COST", "MODEL")
 People: TypeAlias = Mapping[str, tuple[JsonObject, Sequence[str]]]  # stage → as JSON, in words; "" without stages
+NO_PEOPLE: People = MappingProxyType({})
 NEEDED = 3  # columns of the list of runs that are always shown
 
 
@@ -80,7 +82,10 @@ def _over(shown: str) -> str:
 
 
 def status_json(
-    view: RunSnapshot, score: JsonObject | None, promise: PromiseStanding | None, people: People
+    view: RunSnapshot,
+    score: JsonObject | None = None,
+    promise: PromiseStanding | None = None,
+    people: People = NO_PEOPLE,
 ) -> JsonObject:
     """Return the run as one JSON object. For a pipeline, ``rows`` is the sum and ``stages`` has each stage."""
     hidden = ("command", "rows", "stages", "unpriced", GOLD_FACT, SCHEMA)
