@@ -130,6 +130,13 @@ def swap_audit(lines: list[dict[str, Any]]) -> None:
             line["row"], line["id"] = spare, f"r{spare}"
 
 
+def freeze_late(lines: list[dict[str, Any]]) -> None:
+    """Move what was recorded before people judged behind that, with new numbers."""
+    lines.sort(key=lambda line: line["kind"] == "frozen")
+    for number, line in enumerate(lines, 1):
+        line["n"] = number
+
+
 CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "an edited answer": (of_lines("results.jsonl", lambda lines: flip(lines[3])), "the answer of row r"),
     "a row left out": (of_lines("results.jsonl", lambda lines: lines.pop(5)), "1 rows were left out"),
@@ -143,7 +150,33 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
         of_lines(
             "review.jsonl", lambda lines: next(line for line in lines if line["kind"] == "answer").update(kind="none")
         ),
-        "answers of people",
+        "(none of row r",
+    ),
+    "the name of a person": (
+        of_lines(
+            "review.jsonl", lambda lines: next(line for line in lines if line["kind"] == "answer").update(who="eve")
+        ),
+        "(answer of row r",
+    ),
+    "a judgement left out": (
+        of_lines("review.jsonl", lambda lines: lines.remove(next(line for line in lines if line["kind"] == "answer"))),
+        "the log of the review is not in its order",
+    ),
+    "a log in another order": (
+        of_lines("review.jsonl", lambda lines: lines.insert(3, lines.pop())),
+        "the log of the review is not in its order: its line 4 has the number",
+    ),
+    "answers that were frozen after people judged them": (
+        of_lines("review.jsonl", freeze_late),
+        "was judged (line",
+    ),
+    "a doubt": (
+        of_lines("results.jsonl", lambda lines: lines[3].update(doubt=lines[3]["doubt"] / 2)),
+        "doubts of the record are not those of the certificate",
+    ),
+    "words more in the certificate": (
+        of_certificate(lambda found: found.update(advice="trust it")),
+        "the certificate has advice, which the record does not give",
     ),
     "the bound of the certificate": (
         of_certificate(lambda found: found["standing"].update(bound=0.001)),
@@ -207,6 +240,9 @@ async def test_an_exported_table_is_compared_with_what_the_run_delivers(tmp_path
     other = await batch_agent(tmp_path, "certify", "--check", "certificate.json", "--table", "table.csv", "run")
     assert other.code == 1
     assert "of table.csv has another answer" in other.stderr
+    (tmp_path / "table.csv").write_text("\n".join([*lines, lines[-1]]))
+    twice = await batch_agent(tmp_path, "certify", "--check", "certificate.json", "--table", "table.csv", "run")
+    assert "is in table.csv twice" in twice.stderr
 
 
 def other(request: Request) -> Say | Fail:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
+from struct import pack
 from typing import NamedTuple, cast
 
 import orjson
@@ -55,7 +56,8 @@ BUCKETS = 256  # sums of answers, by the first byte of the digest of a row
 ROWS_AT_ONCE = 20_000  # rows that are compared one by one with one reading of the journal
 MOST_SAMPLES = 16  # of an entry of a cascade
 PART = 32 * 2**20  # bytes of result lines that a process reads at once
-LEFT_OUT = "failed"
+JUDGED = ("answer", "none", "skip")
+MARK = 4  # bytes of the digest of a line of the log
 METHOD = (
     "rows in the order of a keyed hash, judged by people who do not see the answers; thresholds tested from 'all rows "
     "to people' down, each at the full level, by the ratio of prior and posterior for sampling without replacement"
@@ -85,6 +87,7 @@ class _Counts:
     rows: int = 0
     ok: int = 0
     digest: int = 0
+    doubted: int = 0
     before: int = 0
     answers: list[int] = field(default_factory=lambda: [0] * BUCKETS)
     bands: list[int] = field(default_factory=list)
@@ -96,6 +99,7 @@ class _Counts:
     def __iadd__(self, more: _Counts) -> _Counts:
         self.rows, self.ok, self.before = self.rows + more.rows, self.ok + more.ok, self.before + more.before
         self.digest = (self.digest + more.digest) % SUMS
+        self.doubted = (self.doubted + more.doubted) % SUMS
         self.answers = [(one + other) % SUMS for one, other in zip(self.answers, more.answers, strict=True)]
         self.bands = [one + other for one, other in zip(self.bands, more.bands, strict=True)]
         self.doubts |= more.doubts
@@ -142,9 +146,13 @@ def answer_digest(content: bytes, output: object) -> int:
     return int.from_bytes(blake2b(content + written, digest_size=16).digest())
 
 
+def _doubt_digest(content: bytes, doubt: float) -> int:
+    return int.from_bytes(blake2b(content + pack("<d", doubt), digest_size=16).digest())
+
+
 def _count(lines: Iterable[bytes | Record], wanted: _Wanted) -> _Counts:
     found, order, last = _Counts(bands=[0] * (len(wanted.thresholds) + 1)), KeyedOrder(wanted.key), wanted.last
-    digest, answers, bands, thresholds = 0, found.answers, found.bands, wanted.thresholds
+    digest, doubted, answers, bands, thresholds = 0, 0, found.answers, found.bands, wanted.thresholds
     for line in lines:
         record = _read(line) if isinstance(line, bytes) else line
         if record is None:
@@ -157,6 +165,7 @@ def _count(lines: Iterable[bytes | Record], wanted: _Wanted) -> _Counts:
         if record.get("ok"):
             found.ok += 1
             answers[content[0]] += answer_digest(content, record.get("output"))
+            doubted += _doubt_digest(content, doubt)
         bands[bisect_left(thresholds, doubt)] += 1
         if last and order.rank(name) <= last:
             found.before += 1
@@ -165,7 +174,7 @@ def _count(lines: Iterable[bytes | Record], wanted: _Wanted) -> _Counts:
             found.inputs[index] = input_digest(record.get("input"))
             if wanted.model:
                 found.both[index] = {name: record.get(name) for name in ("output", "answered_by", "earlier")}
-    found.digest = digest % SUMS
+    found.digest, found.doubted = digest % SUMS, doubted % SUMS
     found.answers = [each % SUMS for each in answers]
     return found
 
@@ -346,6 +355,7 @@ class _Recomputed(NamedTuple):
     counts: _Counts
     wanted: _Wanted
     journal: list[int]
+    log: list[bytes]  # lines of the review
     standing: PromiseStanding
     frozen: frozenset[int]  # rows of the audit
     promise: Promise
@@ -389,6 +399,7 @@ def _recomputed(run: RunReader, review: PeopleReview, *, names: bool) -> _Recomp
     if promise is None:
         raise SpecError(f"{run.name} has no promise, so there is nothing to certify")
     review.log.catch_up(review.review)
+    log = promise.log.lines()
     known, order = promise.known, KeyedOrder(promise.known.key)
     audit = sorted(promise.audit_events(), key=lambda event: (order.rank(event.id), event.row))
     rows = frozenset(row for row, _ in promise.review.judged_rows()) | {event.row for event in audit}
@@ -403,7 +414,9 @@ def _recomputed(run: RunReader, review: PeopleReview, *, names: bool) -> _Recomp
         "ok": counts.ok,
         "input": f"{counts.digest:032x}",
         "answers": [f"{each:032x}" for each in counts.answers],
+        "doubts": f"{counts.doubted:032x}",
         "people": _people_digest(promise),
+        "log": _log_digest(log),
     }
     certificate: JsonObject = {
         "format": FORMAT,
@@ -427,7 +440,7 @@ def _recomputed(run: RunReader, review: PeopleReview, *, names: bool) -> _Recomp
     }
     whole = cast(JsonObject, from_json(to_json(certificate)))
     return _Recomputed(
-        *(whole, counts, wanted, journal, standing, frozenset(event.row for event in audit), promise.promise),
+        *(whole, counts, wanted, journal, log, standing, frozenset(event.row for event in audit), promise.promise),
         unlike=_unlike(promise, audit, counts.both),
     )
 
@@ -481,6 +494,53 @@ def _audit(promise: RunPromise, *, names: bool) -> Iterator[JsonObject]:
         yield entry
 
 
+def _log_digest(lines: Sequence[bytes]) -> JsonObject:
+    """Return the digest of the log of the review, and four bytes of that of each line, which name the first that
+    differs. Lines that people add later do not matter here."""
+    whole, each = blake2b(digest_size=16), []
+    for line in lines:
+        digest = blake2b(_canonical(line), digest_size=16).digest()
+        whole.update(digest)
+        each.append(digest[:MARK].hex())
+    return {"events": len(lines), "digest": whole.hexdigest(), "lines": "".join(each)}
+
+
+def _canonical(line: bytes) -> bytes:
+    try:
+        return to_json(from_json(line))
+    except ValueError:
+        return line
+
+
+def _out_of_order(found: _Recomputed) -> str:
+    """Return how the log of the review is not in the order in which things were known: the answer of an audited row is
+    frozen before a person says anything about it."""
+    frozen: set[JsonValue] = set()
+    for number, line in enumerate(found.log, 1):
+        event = _event(line)
+        if event.get("n", number) != number:
+            return f"the log of the review is not in its order: its line {number} has the number {event['n']}"
+        kind, row = event.get("kind"), event.get("row")
+        if kind == AUDIT:
+            return ""  # an audit without a promise came before; it freezes nothing
+        if kind == "frozen":
+            frozen.add(row)
+        elif kind in JUDGED and event.get("queue") == AUDIT and row in found.frozen - frozen:
+            return (
+                f"the audited row {event.get('id')} was judged (line {number} of the log of the review) before its "
+                "answer was recorded for the audit"
+            )
+    return ""
+
+
+def _event(line: bytes) -> JsonObject:
+    try:
+        read = from_json(line)
+    except ValueError:
+        return {}
+    return cast(JsonObject, read) if isinstance(read, dict) else {}
+
+
 def _people_digest(promise: RunPromise) -> str:
     """Return the digest of all that people have decided."""
     total = 0
@@ -510,6 +570,8 @@ def _disagrees(run: RunReader, found: _Recomputed) -> str:
         name = counts.names.get(cast(int, entry["row"]))
         if name != entry["id"]:
             return f"the audited row {entry['id']} is not in the table"
+    if why := _out_of_order(found):
+        return why
     before = cast(int, cast(JsonObject, found.certificate["method"])["before"])
     if found.wanted.last and counts.before != before + len(found.frozen):
         return f"the audit has rows that the key did not draw{_not_drawn(run, found)}"
@@ -551,12 +613,51 @@ def _differs(given: JsonObject, found: _Recomputed) -> str:
     mine, theirs = cast(JsonObject, own["digests"]), given.get("digests")
     if not isinstance(theirs, dict):
         return "the certificate has no digests"
-    for part, words in (("rows", "number of rows"), ("input", "rows"), ("people", "answers of people")):
+    for part, words in (("rows", "number of rows"), ("ok", "number of rows with an answer"), ("input", "rows")):
         if theirs.get(part) != mine[part]:
             return f"the {words} of the record are not those of the certificate"
     if theirs.get("answers") != mine["answers"]:
         return "answers of the record are not those of the certificate: some were changed after it was made"
-    audit, listed = cast("list[JsonObject]", own["audit"]), given.get("audit")
+    if theirs.get("doubts") != mine["doubts"]:
+        return "doubts of the record are not those of the certificate: some were changed after it was made"
+    if why := _log_differs(theirs.get("log"), found.log) or _audit_differs(given.get("audit"), own["audit"]):
+        return why
+    if theirs.get("people") != mine["people"]:
+        return "the answers of people of the record are not those of the certificate: people have judged since"
+    for part in ("method", "standing", "says", "run"):
+        if given.get(part) != own[part]:
+            return f"{part} of the certificate is not what the record gives: {_first_of(given.get(part), own[part])}"
+    for said, known in ((given, own), (theirs, mine)):
+        if more := said.keys() - known.keys():
+            return f"the certificate has {min(more)}, which the record does not give"
+    return ""
+
+
+def _log_differs(given: object, lines: Sequence[bytes]) -> str:
+    """Return the first line of the log of the review that is not the one of the certificate."""
+    marks = given.get("lines") if isinstance(given, dict) else None
+    if not isinstance(given, dict) or not isinstance(marks, str):
+        return "the certificate has no digest of the log of the review"
+    known = len(marks) // (2 * MARK)
+    own = _log_digest(lines[:known])
+    if given == own:
+        return ""
+    for place, line in enumerate(lines[:known]):
+        here = slice(2 * MARK * place, 2 * MARK * (place + 1))
+        if marks[here] != cast(str, own["lines"])[here]:
+            event = _event(line)
+            what = f"{event.get('kind')} of row {event['id']}" if event.get("row") is not None else event.get("kind")
+            return (
+                f"line {place + 1} of the log of the review ({what}) is not that of the certificate: it was changed, "
+                "or a line before it was removed or moved"
+            )
+    if len(lines) < known:
+        return f"the log of the review had {known:,} lines when it was certified, and has {len(lines):,}"
+    return "the digest of the log of the review is not that of the certificate"
+
+
+def _audit_differs(listed: object, own: JsonValue) -> str:
+    audit = cast("list[JsonObject]", own)
     if not isinstance(listed, list) or len(listed) != len(audit):
         count = len(listed) if isinstance(listed, list) else 0
         return f"the certificate lists {count} audited rows, the record has {len(audit)}"
@@ -567,9 +668,6 @@ def _differs(given: JsonObject, found: _Recomputed) -> str:
                 return f"the audited row {name} is not the one that the key drew, which is {one['id']}"
             field_name = next((each for each in one if one[each] != other.get(each)), "an unknown field")
             return f"the audited row {name} differs in {field_name}"
-    for part in ("method", "standing", "says", "run"):
-        if given.get(part) != own[part]:
-            return f"{part} of the certificate is not what the record gives: {_first_of(given.get(part), own[part])}"
     return ""
 
 
@@ -592,7 +690,9 @@ def check_table(path: Path, run: str) -> str:
             raise SpecError(f"{run} has no promise")
         fields, table = [*promise.fields.values()], dict[str, Record]()
         for record in records_of(path):
-            table[str(record.get("job_id"))] = record
+            if (name := str(record.get("job_id"))) in table:
+                return f"row {name} is in {path} twice"
+            table[name] = record
         for record in review.run.rows:
             name, delivered = str(record.get("job_id")), review.delivered(record)
             row = table.pop(name, None)
