@@ -159,6 +159,24 @@ async def test_a_run_that_is_killed_and_resumed_decides_as_one_that_is_not(one: 
             assert len(set(asked)) == received
 
 
+async def test_a_log_whose_append_was_interrupted_is_completed_with_the_same_thresholds(
+    one: ScriptedServer, two: ScriptedServer, tmp_path: Path
+) -> None:
+    given = options(one.backend_url, two.backend_url, tmp_path / "run")
+    await BatchAgent.run(**given)
+    log, whole, received = tmp_path / "run" / "review.jsonl", standing(tmp_path / "run"), two.received
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(lines[:40]) + lines[40][:30])
+    assert standing(tmp_path / "run").state == "not yet"
+    await BatchAgent.run(**{**given, "resume": True})
+    assert standing(tmp_path / "run") == whole
+    assert two.received == received
+    again = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(each["kind"], each.get("output")) for each in again] == [
+        (each["kind"], each.get("output")) for each in map(json.loads, lines)
+    ]
+
+
 async def test_with_worker_processes_the_same_rows_go_to_the_large_model(
     one: ScriptedServer, two: ScriptedServer, tmp_path: Path
 ) -> None:
@@ -222,6 +240,21 @@ async def test_rows_without_a_doubt_and_rows_that_failed_by_content_go_on(two: S
         results = await BatchAgent.run(**options(one.backend_url, two.backend_url, tmp_path / "run"))
     assert {result.answered_by for result in results if result.index % 10 < 2} == {"large"}
     assert standing(tmp_path / "run").state == "kept"
+
+
+async def test_rows_that_cannot_be_read_count_as_wrong_once(
+    one: ScriptedServer, two: ScriptedServer, tmp_path: Path
+) -> None:
+    rows = table()
+    unreadable = rows[20::40]
+    for row in unreadable:
+        del row["text"]
+    results = await BatchAgent.run(**options(one.backend_url, two.backend_url, tmp_path / "run", inputs=rows))
+    assert sum(not result.ok for result in results) == len(unreadable)
+    found = standing(tmp_path / "run")
+    assert found.state == "kept"
+    assert found.bound is not None and len(unreadable) / ROWS <= found.bound <= 0.1
+    assert found.coverage == pytest.approx(1 - len(unreadable) / ROWS)
 
 
 async def test_while_the_large_model_is_away_nothing_is_learned_and_a_resume_completes_it(

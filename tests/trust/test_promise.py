@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from fractions import Fraction
 from typing import Any
@@ -17,7 +18,9 @@ from batch_agent.trust.promise import (
     Walk,
     band,
     first_step,
+    fixed_size,
     grid,
+    most_wrong_of,
     outcomes_in_order,
     people_error,
     promised_fields,
@@ -202,3 +205,30 @@ def test_the_interval_of_the_judgements_left_contains_the_plan_and_is_the_same_a
     assert interval(walk, walk.seen) == (low, high)
     assert not possible(walk, walk.seen, 20)
     assert possible(walk, walk.seen, 3_000)
+
+
+def test_an_audit_of_a_fixed_size_decides_at_its_end_by_the_exact_bound() -> None:
+    promise, rows, size = read_promise("label.accuracy >= 0.9"), 500, 120
+    bad = 51  # one more than may be wrong
+    ways = [math.comb(bad, found) * math.comb(rows - bad, size - found) for found in range(size + 1)]
+    level = [sum(ways[: found + 1]) / math.comb(rows, size) for found in range(size + 1)]
+    most = max(found for found in range(size + 1) if level[found] <= 0.05)
+    tables = Tables.of_bands(promise, [0, rows, 0], 0.0, by_people=False)
+    for wrong in (most, most + 1):
+        walk = Walk(tables, fixed=size)
+        for row in range(size):
+            assert walk.passed is None
+            walk.add(1, wrong=row < wrong)
+        assert walk.passed == (1 if wrong == most else 0)
+        assert (walk.bound(1) <= 0.1) is (wrong == most)
+
+
+def test_an_audit_of_a_fixed_size_can_always_show_the_promise_and_grows_slower_than_the_table() -> None:
+    for share in ("0.8", "0.9", "0.96", "0.99"):
+        promise = read_promise(f"label.accuracy >= {share}")
+        for rows in (10, 300, 5_000, 1_000_000):
+            size = fixed_size(promise, rows)
+            assert size <= rows
+            assert most_wrong_of(0, size, rows) <= promise.most_wrong(rows)
+    sizes = [fixed_size(promise, rows) for rows in (1_000, 10_000, 100_000, 1_000_000)]
+    assert sizes == [448, 600, 1_898, 6_000]

@@ -12,6 +12,7 @@ from typing import cast
 from batch_agent.files.results import to_json
 from batch_agent.files.tables import Record
 from batch_agent.record.reader import RowLines, RunReader
+from batch_agent.trust.escalate import OUTSIDE
 from batch_agent.trust.promise import band
 
 # In place of a doubt: no result yet; no answer, or one without a doubt; the last model was asked.
@@ -106,7 +107,7 @@ class FinishedDoubts:
 def doubt_of(record: Record, *, doubt: bool, last: str = "") -> float:
     """Return the doubt of a finished row by which it is sent on; ``NEVER`` for a row that always is. ``doubt``: the
     answers of the run have one. ``last`` is the model to which rows are sent, if not to people: ``SETTLED`` for a row
-    that has its answer, or has failed there by its content."""
+    that has its answer, or has failed by its content."""
     if last and _is_settled(record, last):
         return SETTLED
     if not record.get("ok"):
@@ -118,9 +119,12 @@ def doubt_of(record: Record, *, doubt: bool, last: str = "") -> float:
 
 
 def _is_settled(record: Record, last: str) -> bool:
+    """Return whether a row is as it stays: the last model has answered it, or it failed by its content."""
     if record.get("waits_for") is not None:
         return False
-    earlier = record.get("earlier") or []
-    asked = [each.get("name") for each in earlier if isinstance(each, dict)] if isinstance(earlier, list) else []
-    # A row that failed at the first model by its content was sent on; one that failed after it, failed at the last.
-    return last in (record.get("answered_by"), *asked) or (not record.get("ok") and bool(asked))
+    error = record.get("error")
+    if not record.get("ok"):  # one that failed at the first model by its content was sent on, if it could be asked
+        return isinstance(error, dict) and error.get("type") not in OUTSIDE
+    earlier = record.get("earlier")
+    named = [each.get("name") for each in earlier if isinstance(each, dict)] if isinstance(earlier, list) else []
+    return last in (record.get("answered_by"), *named)

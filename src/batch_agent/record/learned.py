@@ -80,22 +80,27 @@ class LearnedPromise(RunPromise):
         place = self._fixed_walk().passed
         return None if place is None else self.thresholds[place]
 
-    def record(self, answers: Mapping[int, Event]) -> None:
+    def record(self, answers: Mapping[int, Event], *, unanswered: bool) -> None:
         """Append both answers of the rows of the audit, with the thresholds before them. Those that an interrupted
-        session has appended stay."""
+        session has appended stay. ``unanswered``: for some rows, a model could not be asked. They count as wrong, and
+        if no threshold passes so, nothing is appended: a resume asks these rows again, and may find them right."""
         self.log.catch_up(self.review)
         head = self.head
 
         def decide(now: float) -> tuple[list[Event], None]:
-            events: list[Event] = []
             begun, frozen = self.begun, self.review.frozen
+            events: list[Event] = []
             if begun is None:
                 known = [doubt for row in head if (doubt := _doubt(answers[row])) is not None]
-                thresholds: list[JsonValue] = [*grid(known, FIXED_GRID)]
-                key, asked = self.known.key, self.asked
-                events.append(Event(0, "thresholds", id=key, input=asked, rows=self.before, output=thresholds))
-                frozen = {}
-            return [*events, *(answers[row] for row in head if row not in frozen)], None
+                output: list[JsonValue] = [*grid(known, FIXED_GRID)]
+                begun = Event(0, "thresholds", id=self.known.key, input=self.asked, rows=self.before, output=output)
+                events, frozen = [begun], {}
+            events += [answers[row] for row in head if row not in frozen]
+            if unanswered:
+                thresholds = cast("list[float]", begun.output)
+                if self._fixed_walk(thresholds, {**answers, **frozen}).passed is None:
+                    return [], None
+            return events, None
 
         self.log.change(self.review, decide)
 
@@ -121,14 +126,14 @@ class LearnedPromise(RunPromise):
     # What is proved
 
     def outcomes(self) -> Iterator[tuple[int, bool] | None]:
-        for event, wrong, _ in self._audited():
+        for event, wrong, _ in self._audited(self.review.frozen):
             yield band(self.thresholds, _doubt(event)), wrong
 
-    def _audited(self) -> Iterator[tuple[Event, bool, bool]]:
+    def _audited(self, frozen: Mapping[int, Event]) -> Iterator[tuple[Event, bool, bool]]:
         """Yield the rows of the audit in their order: whether the first model is wrong, and whether the row stays wrong
         at the last one."""
         for place, index in enumerate(self.head[self.before :], start=self.before):
-            event = self.review.frozen[index]
+            event = frozen[index]
             yield event, bool(self._wrong(event, place)), self._right(event, place) is False
 
     def _right(self, event: Event, place: int) -> JsonObject | Literal[False] | None:
@@ -138,17 +143,20 @@ class LearnedPromise(RunPromise):
             return False
         return {name: field.take(answer.get("right")) for name, field in self.fields.items()}
 
-    def _fixed_walk(self) -> Walk:
-        """Return the tests. A row that the last model could not answer is wrong at each threshold."""
-        thresholds = self.thresholds
+    def _fixed_walk(self, thresholds: Sequence[float] | None = None, frozen: Mapping[int, Event] | None = None) -> Walk:
+        """Return the tests, by both answers in the log or by those given. A row that the last model could not answer is
+        wrong at each threshold."""
+        thresholds = self.thresholds if thresholds is None else thresholds
         bands = self._scan.bands(thresholds)
         bands[-1] += self.known.rows - self._scan.done
         tables = Tables.of_bands(self.promise, bands, 0.0, by_people=False)
-        if not self.is_complete:
-            return Walk(tables, fixed=max(1, self.known.audit))
-        failed = sum(self._right(self.review.frozen[row], 0) is False for row in self.order_before())
+        if frozen is None:
+            if not self.is_complete:
+                return Walk(tables, fixed=max(1, self.known.audit))
+            frozen = self.review.frozen
+        failed = sum(self._right(frozen[row], 0) is False for row in self.head[: self.before])
         walk = Walk(replace(tables, before=self.before, before_wrong=failed), fixed=len(self.head) - self.before)
-        for event, wrong, sent_wrong in self._audited():
+        for event, wrong, sent_wrong in self._audited(frozen):
             walk.add(band(thresholds, _doubt(event)), wrong=wrong, sent_wrong=sent_wrong)
         return walk
 

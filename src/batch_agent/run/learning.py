@@ -25,6 +25,7 @@ from batch_agent.record.learned import LearnedPromise
 from batch_agent.record.people import PeopleReview
 from batch_agent.run.budgeted_rows import is_interrupted
 from batch_agent.run.pilot import named
+from batch_agent.trust.escalate import failed_by_content
 from batch_agent.trust.order import KeyedOrder
 from batch_agent.trust.review import AUDIT, Event
 
@@ -87,7 +88,7 @@ class AuditFirst:
         self.rows: list[int] = []  # that go first, in their order
         self._key = self._last = ""
         self._answers: dict[int, Event] = {}
-        self._open: set[int] = set()  # rows that the last model could not be asked about in this session
+        self._open: set[int] = set()  # rows that a model could not be asked about in this session
         self._wanted: frozenset[int] = frozenset()
         self._all = asyncio.Event()
         self.decided = False
@@ -127,7 +128,8 @@ class AuditFirst:
             return
         plain = plainly(result, self._schema)
         self._answers[index] = self._event(plain)
-        (self._open.add if plain.waits_for is not None else self._open.discard)(index)
+        outside = plain.error is not None and not failed_by_content(plain.error)
+        (self._open.add if outside or plain.waits_for is not None else self._open.discard)(index)
         if len(self._answers) == len(self._wanted):
             self._all.set()
 
@@ -152,20 +154,21 @@ class AuditFirst:
         if not self._wanted or self.decided:
             return
         await self._all.wait()
-        if self._open:
-            logger.warning(
-                "promise: %s did not answer %d of %d rows of the audit, so no threshold is learned: answers of %s stay "
-                "until a resume asks it",
-                *(self._names[-1], len(self._open), len(self._wanted), self._names[0]),
-            )
+        facts = await in_thread(self._decide)
+        if facts["decided"]:
+            await self._tell({LEARNED: facts})
             return
-        await self._tell({LEARNED: await in_thread(self._decide)})
+        logger.warning(
+            "promise: %d of %d rows of the audit have no answer of both models, so no threshold is learned: the other "
+            "rows keep their answers of %s, and wait for %s until a resume completes the audit",
+            *(len(self._open), len(self._wanted), self._names[0], self._names[-1]),
+        )
 
     def _decide(self) -> JsonObject:
         with PeopleReview.open(self._run) as review:
             promise = cast(LearnedPromise, review.promise)
-            promise.record(self._answers)
-            self.decided = True
+            promise.record(self._answers, unanswered=bool(self._open))
+            self.decided = promise.is_complete
             return self._facts(promise)
 
 
