@@ -199,7 +199,7 @@ class LearnedPromise(RunPromise):
             most = math.floor(known.promise.most_wrong(known.rows))
             proved = walk.bound(place, replace(walk.tables, lost=[waits] * len(walk.most))) * known.rows
             if self._scan.done == known.rows and round(proved) <= most:
-                return "kept", f"it is proved on {walk.drawn:,} random rows, which both models answered"
+                return "kept", f"it is proved on {walk.drawn:,} random rows, which went to both models"
         elif self.is_complete:
             wrong = f"{walk.wrong[0]:,} of {walk.drawn:,} random rows have no answer of {self.last}"
             return "impossible", f"{wrong}, so it would not be kept if all rows went there"
