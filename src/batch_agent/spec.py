@@ -417,7 +417,7 @@ class BatchSpec(BaseModel):
     ] = Field(
         True,
         description="Failed rows that a resumed run tries again: `True` for all, `False` for none, an error type, or a "
-        "list of error types.",
+        "list of error types. Unless it is given, rows that people have answered are not tried again.",
     )
     retry_from: Annotated[
         Literal["auto", "start", "failure"],

@@ -373,7 +373,7 @@ class MemoryStore:
             queued.steps = [*(step for agent in queued.agents for step in self._read_steps(agent)), *later]
             queued.agents = ()
         steps = tuple(queued.steps) if queued.steps else ()
-        return LeasedRow(lease, new.value, steps, new.job, new.key, new.content, more, resuming.retry, checks)
+        return LeasedRow(lease, new.value, steps, new.job, new.key, new.content, more, resuming.retry_of(new), checks)
 
     def claim(self, lease: RowLease, wanted: Sequence[Identity]) -> list[tuple[KeptStep, ...]]:
         return [()] * len(wanted)

@@ -12,7 +12,7 @@ import logging
 import shlex
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
@@ -42,6 +42,7 @@ from batch_agent.messages import JsonObject
 from batch_agent.record.address import SCHEMES, RunPlace
 from batch_agent.record.attached import AttachedFile, attached
 from batch_agent.record.doubts import input_digest
+from batch_agent.record.keys import row_of
 from batch_agent.record.learned import promise_of
 from batch_agent.record.reader import RowLines, RunReader, open_run
 from batch_agent.record.review import log_of
@@ -172,6 +173,21 @@ class _Rows:
         if self._lines is not None:
             self._lines.close()
             self._lines = None
+
+
+def answered_failures(run: RunReader) -> dict[int, bytes]:
+    """Return the rows that failed and for which people have decided, with the digests of their inputs: asking models
+    about them again would be paid for nothing. Reads all results if there is a review."""
+    with closing(log_of(run)) as log:
+        if not log.exists():
+            return {}
+    with PeopleReview(run) as review:
+        review.log.catch_up(review.review)
+        judged = {row for row, _ in review.review.judged_rows()}
+        failed = (each for each in run.rows if not each.get("ok") and each["index"] in judged)
+        return {
+            cast(int, each["index"]): row_of(each.get("input"), "") for each in failed if review.verdict(each).decided
+        }
 
 
 class PeopleReview:

@@ -281,7 +281,8 @@ class Resuming:
     failure that are retried; True means all, False none. ``drop``: earlier results are no longer results of the
     run, unless a row claims them. ``cut``: rows whose answer was cut at max_tokens are asked again. ``decides``:
     workers decide again, from the steps of each row, which of its answers stays. ``adopted``: rows that take over the
-    record of another one, before the first row is fed."""
+    record of another one, before the first row is fed. ``answered``: rows that failed and that people have answered,
+    with the digests of their inputs: they are not retried."""
 
     resume: bool = False
     force: bool = False
@@ -290,6 +291,11 @@ class Resuming:
     cut: bool = False
     decides: bool = False
     adopted: Callable[[], Iterator[Adoption]] | None = None
+    answered: Mapping[int, bytes] = field(default_factory=dict[int, bytes])
+
+    def retry_of(self, row: NewRow) -> bool | tuple[str, ...]:
+        """Return the types of failure that are retried for a row."""
+        return False if self.answered.get(row.index) == row.content else self.retry
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from batch_agent.foreign import name_of
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import amount, counted, dollars, harmless, rows
 from batch_agent.option import Compared, kinds, notes
+from batch_agent.record.people import answered_failures
 from batch_agent.record.reader import RunReader, open_run
 from batch_agent.record.rundir import OPTIONS, recorded_options
 from batch_agent.record.steps import Past
@@ -197,7 +198,8 @@ class Changes:
     """What differs between a resumed run and its record. ``edits`` has a line for each option. ``dropped`` recorded
     answers do not fit the options or the rows of now. ``cut`` answers are asked again, because max_tokens is higher
     now. ``matched`` has the rows of each part that reads inputs, by its name; None where inputs can be read only once.
-    ``again`` and ``rest`` are the costs of sending the dropped rows, and those that have no answer."""
+    ``again`` and ``rest`` are the costs of sending the dropped rows, and those that have no answer. ``answered``: the
+    failed rows of each part that people have answered, so that they are not retried (``answered_failures``)."""
 
     run: str
     edits: Sequence[str] = ()
@@ -213,6 +215,7 @@ class Changes:
     recorded: bool = False  # there is a record
     forced: bool = False  # an earlier session kept answers by force
     told: bool = False  # the user has been shown it
+    answered: Mapping[str, Mapping[int, bytes]] = field(default_factory=dict)
 
     def refusal(self, *, flags: bool) -> str:
         """Return the error of a resume that would drop recorded answers. ``flags``: for a command line."""
@@ -344,6 +347,7 @@ def compare(
         resend=resend,
         recorded=bool(found),
         forced=forced,
+        answered={name: rows for each in found.values() for name, rows in each.answered.items()},
     )
 
 
@@ -367,12 +371,15 @@ def _compare(
     if prepared.shapes.raised_from is not None:
         cut = sum(1 for record in reader.rows if record.get("ok") and record.get("truncated"))
     inputs = prepared.spec.inputs
+    decided = {} if prepared.spec.given("retry_failed") else answered_failures(reader)
+    answered = {name: decided}
     if isinstance(inputs, RowChannel):  # the rows come from another stage
-        return Changes(reader.name, edits, theirs if same else reader.rows.counts()[0], cut)
+        return Changes(reader.name, edits, theirs if same else reader.rows.counts()[0], cut, answered=answered)
     again = readable_again(inputs)
     if again is None:
-        return Changes(reader.name, edits, theirs if same else reader.rows.counts()[0], cut, {name: None})
-    matching = Matching(reader, facts, prepared, worker, same=same)
+        dropped = theirs if same else reader.rows.counts()[0]
+        return Changes(reader.name, edits, dropped, cut, {name: None}, answered=answered)
+    matching = Matching(reader, facts, prepared, worker, same=same, answered=len(decided))
     try:
         with closing(again) if isinstance(again, LazyRows) else nullcontext():
             found = matching.match(again)
@@ -390,7 +397,8 @@ def _compare(
     drops = cost_of(prepared, found.changed) if found.changed else ""
     if found.changed and each_row is not None:
         drops = f"{drops.partition(', ')[0]}, {dollars(each_row * found.changed)}".removeprefix(", ")
-    return Changes(reader.name, edits, found.changed, cut, {name: found}, {name: matching}, drops, rest, rest_kept)
+    costs = drops, rest, rest_kept
+    return Changes(reader.name, edits, found.changed, cut, {name: found}, {name: matching}, *costs, answered=answered)
 
 
 def _answers_of(reader: RunReader, edited: Mapping[str, bool]) -> tuple[int, int]:

@@ -141,12 +141,21 @@ def _until_an_error(inputs: Iterable[object]) -> Iterator[object]:
 class Matching:
     """The rows of one run or stage beside those of its record. Close it. May be used from any thread, one at a time.
 
-    ``same``: the options ask what is recorded. ``forced``: answers were kept by force.
+    ``same``: the options ask what is recorded. ``forced``: answers were kept by force. ``answered``: failed rows that
+    people have answered, which are not sent.
     """
 
     def __init__(
-        self, reader: RunReader, facts: JsonObject, prepared: Prepared, worker: AnyWorker | None, *, same: bool
+        self,
+        reader: RunReader,
+        facts: JsonObject,
+        prepared: Prepared,
+        worker: AnyWorker | None,
+        *,
+        same: bool,
+        answered: int = 0,
     ) -> None:
+        self._answered = answered
         self._reader, self._facts, self._prepared, self._worker = reader, facts, prepared, worker
         self._same, self._forced = same, same and bool(facts.get("forced"))
         self._db = sqlite3.connect("", isolation_level=None, check_same_thread=False)  # a file without a name
@@ -385,7 +394,7 @@ class Matching:
             )
         }
         fits = [sum(counts.get((how, rank), 0) for how in FITS) for rank in range(3)]
-        stays = fits[FAILED] if self._prepared.spec.retry_failed is False else 0
+        stays = fits[FAILED] if self._prepared.spec.retry_failed is False else min(fits[FAILED], self._answered)
         parts = sum(count for (how, _), count in counts.items() if how == IN_PARTS)
         dropped = "n.how = ? AND l.ok"
         query = f"SELECT count(*) FROM now n JOIN line l ON l.now = n.idx WHERE {dropped}"

@@ -176,8 +176,9 @@ def resuming_of(prepared: Prepared, on_change: OnChange, changes: Changes | None
     kinds = retry if isinstance(retry, bool) else (retry,) if isinstance(retry, str) else tuple(retry)
     keeps, raised = on_change == "keep", prepared.shapes.raised_from is not None
     adopted = None if changes is None else changes.adoptions(stage, keeps=keeps)
-    how = {"drop": on_change == "resend", "cut": raised, "decides": prepared.cascade is not None}
-    return Resuming(spec.resume or keeps, keeps, kinds, **how, adopted=adopted)
+    answered = {} if changes is None else changes.answered.get(stage, {})
+    how = on_change == "resend", raised, prepared.cascade is not None
+    return Resuming(spec.resume or keeps, keeps, kinds, *how, adopted=adopted, answered=answered)
 
 
 def facts_of(

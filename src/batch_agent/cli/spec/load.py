@@ -197,8 +197,8 @@ def recording_of(options: argparse.Namespace, file: SpecFile) -> dict[str, objec
                 recording[option] = chosen
         if options.no_retry_failed:
             recording["retry_failed"] = False
-        elif options.retry_type is not None:
-            recording["retry_failed"] = options.retry_type
+        elif options.retry_type is not None or options.command == "retry-failed":
+            recording["retry_failed"] = options.retry_type or True
     return recording
 
 

@@ -7,9 +7,9 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import count, islice
+from itertools import count, groupby, islice
 from threading import Lock
 from typing import Any, TypeVar, cast
 
@@ -285,7 +285,10 @@ class RedisRunStore:
         self._fenced(scripts.WRITE, session, "facts", to_json(facts))
 
     def feed(self, session: int, rows: Sequence[NewRow]) -> list[object]:
-        retry = self._resuming.retry
+        resuming = self._resuming
+        return [each for retry, some in groupby(rows, resuming.retry_of) for each in self._feed(session, retry, some)]
+
+    def _feed(self, session: int, retry: bool | tuple[str, ...], rows: Iterable[NewRow]) -> list[object]:
         again = ("*" if retry else "") if isinstance(retry, bool) else f"|{'|'.join(retry)}|"
         how = int(self._resuming.force), int(self._resuming.cut), int(self._resuming.decides)
         arguments: list[object] = [session, next(self._calls), again, self._steps, *how]
