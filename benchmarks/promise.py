@@ -378,7 +378,7 @@ def left(found: Mapping[Setting, list[tuple[float, float, list[bool]]]]) -> tupl
 MODELS = ((0.70, 0.95, 0.90), (0.77, 0.95, 0.90), (0.85, 0.95, 0.90), (0.88, 0.96, 0.90))
 
 
-def _to_large(job: tuple[float, float, float, int]) -> tuple[int, int, bool]:
+def to_large(job: tuple[float, float, float, int]) -> tuple[int, int, bool]:
     """Return the rows that the large model gets, those with an oracle's threshold, and whether the table that is signed
     breaks the promise. The audit's size is fixed, so the exact bound for one look is used."""
     small, large, share, _ = job
@@ -408,7 +408,7 @@ def _to_large(job: tuple[float, float, float, int]) -> tuple[int, int, bool]:
 def model(tables: int, pool: ProcessPoolExecutor) -> tuple[list[report.Bar], object]:
     bars, shares = list[report.Bar](), dict[str, object]()
     for small, large, share in MODELS:
-        found = [*pool.map(_to_large, [(small, large, share, seed) for seed in range(tables)], chunksize=5)]
+        found = [*pool.map(to_large, [(small, large, share, seed) for seed in range(tables)], chunksize=5)]
         sent, oracle, broken = (fmean(each[part] for each in found) for part in range(3))
         sent, oracle = sent / 20_000, oracle / 20_000
         name = f"small {small}, large {large}, promise {share}"

@@ -31,6 +31,8 @@ from batch_agent.trust.review import AUDIT, Event
 
 logger = logging.getLogger("batch_agent")
 LEARNED = "learned"  # the fact of a run that learns a threshold
+UNTOLD: JsonObject = {"key": "", "last": "", "decided": False, "threshold": None}  # until the feeder has read its log
+LOOK, LOOKS = 0.1, 100  # seconds between two looks for what the feeder says, and their number
 
 
 class LearnedThreshold:
@@ -46,7 +48,7 @@ class LearnedThreshold:
     async def decide(self, name: str, doubt: float | None) -> bool | None:
         """Return whether a row goes to the last model; None if that is not decided yet."""
         if self._learns is None:
-            await self._read()
+            await self._begin()
         if self._order is None:
             return False
         if self._order.rank(name) <= self._last:
@@ -64,6 +66,15 @@ class LearnedThreshold:
     @property
     def _is_decided(self) -> bool:
         return self._known is not None and self._known.get("decided") is True
+
+    async def _begin(self) -> None:
+        """Read which rows the audit has. A row of an earlier session may be here before the feeder has said it."""
+        for _ in range(LOOKS):
+            await self._read()
+            if not self._learns or self._last:
+                return
+            self._learns = None
+            await asyncio.sleep(LOOK)
 
     async def _read(self) -> None:
         known = (await self._facts() or {}).get(LEARNED)

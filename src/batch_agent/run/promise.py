@@ -32,7 +32,7 @@ from batch_agent.record.reader import open_run
 from batch_agent.record.store import RunStore, Store
 from batch_agent.run.delivery import Delivery
 from batch_agent.run.feeder import Feeder
-from batch_agent.run.learning import AuditFirst
+from batch_agent.run.learning import LEARNED, UNTOLD, AuditFirst
 from batch_agent.run.pilot import Pilot, named
 from batch_agent.run.recording import in_thread
 from batch_agent.run.rows import Rows
@@ -75,7 +75,8 @@ class PromiseOfRun:
     def facts(self) -> JsonObject:
         """Return what the record says of the promise."""
         assert self._drawn is not None, "the rows are drawn first"
-        return {PROMISE: self._drawn.to_json()}
+        learns = {LEARNED: UNTOLD} if self._drawn.truth == LAST else {}
+        return {PROMISE: self._drawn.to_json(), **learns}
 
     async def begin(self, prepared: Prepared, feeder: Feeder, rows: Rows, delivery: Delivery[object]) -> None:
         """Write the head of the audit into the record. If the truth is the last model, its rows are fed first."""
