@@ -125,6 +125,7 @@ class World:
     answered: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
     sessions: int = 0
+    before: Counter[type] = field(default_factory=lambda: in_memory())  # of other tests in this process
 
     def __post_init__(self) -> None:
         random = Random(self.seed)
@@ -290,7 +291,7 @@ async def session(world: World, data: Path, until: float) -> Path:
     copy = data.with_name(f"session-{world.sessions}")
     is_last = until >= world_end()
     if is_last and not serving.done():
-        world.problems += leftovers(service)
+        world.problems += leftovers(service, world.before)
     while not data.exists():  # it is away: the kill comes a little later
         await asyncio.sleep(1.0)
     shutil.copytree(data, copy, symlinks=True)
@@ -306,8 +307,13 @@ def world_end() -> float:
     return WEEK + 30 * HOUR
 
 
-def leftovers(service: BatchService) -> Iterator[str]:
-    """Yield what a server still has in memory when nothing is to be done."""
+def in_memory() -> Counter[type]:
+    gc.collect()
+    return Counter(type(each) for each in gc.get_objects() if isinstance(each, GONE))
+
+
+def leftovers(service: BatchService, before: Counter[type]) -> Iterator[str]:
+    """Yield what a server still has in memory when nothing is to be done. ``before``: of others in this process."""
     parts = {"batches": service.batches._live, "stops": service.batches._stops, "runs": service.batches.running}
     parts |= {
         "entrants": service.turnstile.entrants,
@@ -318,8 +324,7 @@ def leftovers(service: BatchService) -> Iterator[str]:
             yield f"{len(part)} {name} are left in memory: {list(part)[:3]}"
     if service.turnstile.inflight:
         yield f"{service.turnstile.inflight} lines are in flight"
-    gc.collect()
-    for kind, number in Counter(type(each) for each in gc.get_objects() if isinstance(each, GONE)).items():
+    for kind, number in (in_memory() - before).items():
         yield f"{number} {kind.__name__} are left in memory"
 
 

@@ -141,3 +141,18 @@ async def test_a_timer_that_is_due_now_fires_after_years() -> None:
     fired = loop.create_future()
     loop.call_at(loop.time(), fired.set_result, None)
     await fired
+
+
+@virtual_clock
+async def test_a_timer_never_fires_early() -> None:
+    loop, fired = asyncio.get_running_loop(), []
+
+    def fire(when: float) -> None:
+        fired.append(loop.time() - when)
+        if loop.time() < when:  # as one does who keeps a list of times
+            loop.call_at(when, fire, when)
+
+    for when in (178.5, 178.5 + 1e-10, 178.5 + 2e-10, 1e8, 1e8 + 2e-8):
+        loop.call_at(when, fire, when)
+    await asyncio.sleep(2e8)
+    assert fired == [0.0] * 5

@@ -406,8 +406,7 @@ class ServerState:
         effects.append(Judged(attempt, verdict, self._scope(event, now, effects)))
 
     def _outcome(self, slot: Slot, error: BackendError, patience: float, now: float, effects: Effects) -> Outcome:
-        """Return how the attempt ended. This is the only place that decides it. ``recalled``: neither side is at
-        fault."""
+        """Return how the attempt ended; no other place decides it. ``recalled``: neither side is at fault."""
         outcome, health, control = outcome_of(error), self.health, slot.ticket.control
         if slot.recalled:
             return "recalled"
@@ -538,13 +537,14 @@ class ServerState:
         return scope
 
     def _is_still_denied(self, event: Failed, now: float, effects: Effects) -> None:
-        """Apply a denial of a server that denies every row. It is given up at the second denial if it has never given
-        a good answer, else after a while, and only if no other one works."""
+        """Apply a denial of a server that denies every row. If no other one works, it is given up after a while; if it
+        has never given a good answer, at the second denial while it has no other request in flight."""
         slot, error, around, _ = event
         health = self.health
         health.reason, health.heard = str(error), now
         self._trial_failed(slot, around, now, effects)
-        is_over = now - health.down_since >= N.denied if self.denials.has_answered else slot.trial
+        lasts, alone = now - health.down_since >= N.denied, self.inflight <= 1
+        is_over = lasts if self.denials.has_answered else slot.trial and alone
         if is_over and not around.others_work and around.first_patience < inf:
             effects.append(GiveUp("failed", ALL_REFUSED.format(error=error)))
 

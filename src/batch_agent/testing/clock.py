@@ -16,7 +16,6 @@ import functools
 import inspect
 import math
 import selectors
-import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from contextvars import Context
@@ -30,7 +29,6 @@ Ts = TypeVarTuple("Ts")
 
 Ready = list[tuple[selectors.SelectorKey, int]]
 
-RESOLUTION = time.get_clock_info("monotonic").resolution
 SOCKET_GRACE = 0.002  # real seconds for the kernel to carry bytes between two of our sockets
 LAST_GRACE = 0.25  # the same before a deadlock is reported, which must be right even on a busy machine
 
@@ -62,6 +60,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         self._now = 0.0
         self._threads_at_work = 0
         super().__init__(_JumpingSelector(self))
+        self.stall(0.0)
 
     def time(self) -> float:
         return self._now
@@ -77,8 +76,9 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
     def stall(self, seconds: float) -> None:
         """Let time pass while the loop does nothing, as with a blocking callback."""
         self._now += seconds
-        # After some months a float is coarser than the usual tolerance, and a due timer would never fire.
-        self._clock_resolution = max(RESOLUTION, math.ulp(self._now))
+        # A timer fires when its time has come, not earlier: code that found it early and set it again would do so for
+        # ever, because no time passes meanwhile.
+        self._clock_resolution = math.ulp(self._now)
 
     def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
         future = super().run_in_executor(executor, func, *args)
