@@ -11,6 +11,7 @@ from tests.run.promised import MOODS, answer, judge, table
 
 from batch_agent import BatchAgent, Results
 from batch_agent.errors import SpecError
+from batch_agent.record.certificate import certificate_of, check
 from batch_agent.record.people import PeopleReview
 from batch_agent.record.promise import PromiseStanding
 from batch_agent.run.promise import priced, standing_of
@@ -148,6 +149,9 @@ async def test_another_prompt_is_proved_on_the_next_rows_of_the_order(tmp_path: 
     await run(rows, tmp_path / "run", resume=True, on_change="resend", task="Say: {text}")
     found = standing(tmp_path / "run")
     assert found.audited == 0
+    assert "the prompt, the model or the schema changed" in found.voided
+    assert "its first 40 rows prove nothing" in found.voided
+    assert found.voided in found.lines()
     judge(tmp_path / "run", rows, most=20)
     first, second = events(tmp_path / "run", "thresholds")
     assert (first.get("rows", 0), second["rows"]) == (0, 40)
@@ -218,6 +222,10 @@ async def test_a_row_that_is_edited_begins_the_audit_again_and_keeps_the_judgeme
     assert again.state == "kept"
     assert 0 < more < again.judgements
     assert len(events(tmp_path / "run", "thresholds")) == 2
+    assert "the rows or the promise changed" in again.voided
+    certificate, _ = certificate_of(str(tmp_path / "run"))
+    assert certificate is not None
+    assert check(certificate, str(tmp_path / "run")) == ""
 
 
 def say(place: Path, kind: str, *, rows: list[dict[str, Any]], who: str = "ann", given: Any = None) -> Any:

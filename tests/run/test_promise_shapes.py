@@ -157,6 +157,7 @@ async def test_the_command_line_ends_with_6_until_the_promise_is_kept_and_then_w
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
     task = ("--task", "{text}", "--schema", json.dumps(MOODS), "rows.jsonl", "--backend", server.backend_url)
     how = ("--model", "scripted", "--run-dir", "run", "--output", "out.jsonl", "--promise", "mood.accuracy >= 0.85")
+    how = (*how, "--max-people", "120", "--beacon", "drawn on Monday", "--truth", "people", "--people-error", "0.02")
     begun = await batch_agent(tmp_path, "run", *task, *how)
     assert begun.code == 6, begun.stderr
     assert "promise  mood.accuracy >= 0.85 is not yet kept" in begun.stderr

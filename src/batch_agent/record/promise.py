@@ -110,7 +110,8 @@ class PromiseFacts:
 class PromiseStanding(NamedTuple):
     """How a promise stands. ``bound`` and ``measured`` are shares of wrong rows of the table at ``threshold``, None if
     nothing is proved or seen. ``left`` are judgements at 80 %, ``cost`` their price. ``error`` is that of people,
-    ``twice`` the rows that two of them judged. ``next`` is what comes next."""
+    ``twice`` the rows that two of them judged. ``next`` is what comes next. ``voided`` says why an audit in which
+    people had judged rows began again, or ""."""
 
     state: PromiseState
     text: str
@@ -132,6 +133,7 @@ class PromiseStanding(NamedTuple):
     cost: tuple[float, float] | None
     next: NextStep | None
     last: str | None = None  # the model whose answers are the truth
+    voided: str = ""
 
     @property
     def kept(self) -> bool:
@@ -161,6 +163,8 @@ class PromiseStanding(NamedTuple):
             words = f"at most {self.bound:.2%} of {self.rows:,} rows are wrong (95 %){measured}"
             found.append(f"{words}; coverage {self.coverage:.3f}")
         found.append(f"by {self.truth}" + (f"; {self._people_words()}" if self.last is None else ""))
+        if self.voided:
+            found.append(self.voided)
         if not self.kept and self.left_words:
             found.append(self.left_words)
         if not self.kept and self.next in ("audit", "repair") and run:
@@ -271,12 +275,15 @@ class RunPromise:
 
     @property
     def voided(self) -> str:
-        """Why an audit that was begun does not count; "" if it does."""
-        found = self.review.thresholds
-        if found is None or self.begun is not None:
+        """Why an audit in which people had judged rows began again, or does now; "" if none did."""
+        found = self.review.thresholds if self.begun is None else self.review.replaced
+        if found is None:
             return ""
         what = "rows or the promise" if found.id != self.known.key else "prompt, the model or the schema"
-        return f"the {what} changed after the audit began, so it begins again"
+        how = "begins" if self.begun is None else "began"
+        count = self._next_offset() if self.begun is None else self.before
+        old = f": its first {count:,} rows prove nothing about what is there now" if count else ""
+        return f"the {what} changed after the audit began, so it {how} again{old}"
 
     def order_before(self) -> list[int]:
         """Return the rows of the order before those of the audit."""
@@ -576,6 +583,7 @@ class RunPromise:
             left,
             cost,
             None if state != "not yet" else self._next(work, scan.done),
+            voided=self.voided,
         )
 
     def _now(self, tables: Tables) -> Tables:
@@ -616,8 +624,6 @@ class RunPromise:
                 return "impossible", "no table with these answers can keep it any more"
             limit = "max_people" if min(limits) == limits[0] else "max_cost"
             return "impossible", f"{limit} is reached before, even if every further judgement finds the answers right"
-        if self.voided and not walk.drawn:
-            return "not yet", self.voided
         if self.looked and not walk.drawn:
             return "not yet", (
                 "the gold of the pilot was looked at before, with another prompt, so it proves nothing about this one; "

@@ -143,6 +143,7 @@ class Review:
         self.audit_rows = 0  # asked for without a promise
         self.outdated = 0  # answers that the schema of now does not allow
         self.thresholds: Event | None = None  # of a promise, with what its audit was drawn by
+        self.replaced: Event | None = None  # those of the audit before it, in which people had judged
         self.frozen: dict[int, Event] = {}  # the answers that the audit of a promise is about, by row
 
     def add(self, events: Iterable[Event]) -> None:
@@ -156,6 +157,10 @@ class Review:
             self.audit_rows = max(self.audit_rows, event.rows)
             return
         if event.kind == "thresholds":
+            if self.thresholds is not None and any(
+                each.standing for (_, queue), each in self._rows.items() if queue == AUDIT
+            ):
+                self.replaced = self.thresholds
             self.thresholds, self.frozen = event, {}
             return
         if event.kind == "frozen":

@@ -300,14 +300,16 @@ class Pairs(argparse.Action):
 
 
 def _number(name: str) -> Callable[[str], object]:
-    """Return a function that reads a number and checks it with BatchSpec."""
+    """Return a function that reads a number and checks it with BatchSpec. Whether it agrees with other options is
+    checked with all of them."""
 
     def read(text: str) -> object:
         value = json_or_text(text)
         try:
             BatchSpec(task="-", inputs=(), **{name: value})
         except SpecError as error:
-            raise argparse.ArgumentTypeError(str(error).removeprefix(f"{name}: ")) from None
+            if str(error).startswith(f"{name}: "):
+                raise argparse.ArgumentTypeError(str(error).removeprefix(f"{name}: ")) from None
         return value
 
     return read
