@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -193,6 +194,53 @@ async def test_a_server_that_refuses_control_requests_is_judged_without_them() -
     backend = ScriptedBackend(lambda request: Fail(400 if request.is_control else 500))
     _, statistics = await finish(backend, 1)
     assert (statistics.failures, controls(backend)) == ({"Unavailable": 1}, 1)
+
+
+def first_fails(reply: Fail, latency: float = 0.2) -> Callable[[Request], Say | Fail]:
+    """A server that refuses each new question once. A control request is always a new question."""
+    known: set[str] = set()
+
+    def script(request: Request) -> Say | Fail:
+        if request.text not in known:
+            known.add(request.text)
+            return reply
+        return Say("ok", usage=Usage(200, completion_tokens=30), latency=latency)
+
+    return script
+
+
+@pytest.mark.parametrize("limit", [None, 20.5 * 260e-6], ids=["no budget", "a budget for half of the rows"])
+@pytest.mark.parametrize("max_inflight", [1, 4, 8, None])
+@pytest.mark.parametrize("status", [429, 500, 502, 503])
+def test_a_new_server_that_refuses_each_question_once_answers_all_rows(
+    status: int, max_inflight: int | None, limit: float | None
+) -> None:
+    @virtual_clock
+    async def scenario() -> None:
+        backend = ScriptedBackend(first_fails(Fail(status)))
+        money = {"max_cost": limit, "prices": {"input": 1.0, "output": 2.0}, "max_tokens": 40}
+        _, statistics = await finish(backend, 40, max_inflight=max_inflight, model="m", **money)
+        assert statistics.failures == {}
+        assert statistics.ended == ("complete" if limit is None else "out of budget")
+        assert statistics.ok == 40 if limit is None else statistics.ok >= 18
+        assert now() < 60
+
+    scenario()
+
+
+@virtual_clock
+async def test_a_server_that_fails_at_first_and_then_loads_its_model_is_waited_for() -> None:
+    """A row is its trial beside control requests, and must not be sent again and again meanwhile."""
+    ready = 200.0
+
+    def script(request: Request) -> Say | Fail:
+        return Fail(500) if now() < 5.0 else Say("ok", latency=max(0.5, ready - now()))
+
+    backend = ScriptedBackend(script)
+    _, statistics = await finish(backend, 20, max_inflight=4)
+    assert (statistics.ok, statistics.ended) == (20, "complete")
+    assert now() < ready + 30
+    assert len(backend.requests) - controls(backend) < 20 + 25
 
 
 @virtual_clock

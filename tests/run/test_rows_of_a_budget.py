@@ -205,6 +205,36 @@ async def test_worker_processes_share_what_their_rows_will_cost(tmp_path: Path) 
     assert server.received <= 30.7 * 3
 
 
+@pytest.mark.parametrize("limited", [False, True])
+async def test_worker_processes_end_although_each_first_request_of_a_row_fails(limited: bool) -> None:
+    """Control requests fail too, because each of them is another one."""
+    known: set[str] = set()
+
+    def script(request: Request) -> Say | Fail:
+        question = str(next(each["content"] for each in request.messages if each["role"] == "user"))
+        if question not in known:
+            known.add(question)
+            return Fail(500)
+        return CallTools(ToolUse("quick", {"n": 0}), usage=TURN) if request.turn < 1 else Say("done", usage=TURN)
+
+    async with ScriptedServer(script, models=["m"]) as server, asyncio.timeout(60):
+        results = await BatchAgent.run(
+            task="Row {input}",
+            inputs=[str(number) for number in range(12)],
+            backend=server.backend_url,
+            model="m",
+            tools=[quick],
+            max_tokens=40,
+            prices=PRICES,
+            max_cost=6.7 * 2 * TURN_COST if limited else None,
+            max_inflight=8,
+            cluster=WarmCrew(),
+        )
+    found = results.summary.statistics
+    assert found.ended == ("out of budget" if limited else "complete") and not found.failures
+    assert found.ok >= 5 if limited else found.ok == 12
+
+
 @needs_redis
 async def test_a_run_in_redis_finishes_the_rows_that_its_budget_pays(url: str) -> None:
     def script(request: Request) -> Say:

@@ -43,6 +43,7 @@ class Health:
         self.patient = False  # answers may take hours: silence is no evidence
         self.answered = False  # at least once
         self.reached = False  # it has answered something, even if only an error
+        self.replies = False  # it has replied to a request, even if only with an error: one that loads is silent
         self.down_since = 0.0
         self.next_trial = 0.0
         self.probing = False  # a probe replaces the trial, or precedes it
@@ -175,8 +176,8 @@ class Health:
         return longest * (1 - N.jitter * self.chance())
 
     def trial_seconds(self, now: float) -> float | None:
-        """Return the time limit of a trial; None if the server has never answered."""
-        if not self.answered or self.patient:
+        """Return the time limit of a trial; None if the server has never replied."""
+        if self.patient or not (self.answered or self.replies):
             return None
         if not self._good:  # it has only refused, which says nothing about the time of an answer
             return max(N.first_answer, (now - self.down_since) * N.trial_share)
