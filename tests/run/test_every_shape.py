@@ -38,7 +38,7 @@ from batch_agent.record.served import open_served
 from batch_agent.run.joining import JoinedWorker, NoRunCame, work
 from batch_agent.run.run import Run
 from batch_agent.run.trust import Trust
-from batch_agent.testing import CallTools, Fail, Request, Say, ScriptedServer, ToolUse
+from batch_agent.testing import CallTools, Fail, Hang, Request, Say, ScriptedServer, ToolUse
 from batch_agent.view.runs import ShownRun
 
 HERE = Path(__file__).parent
@@ -133,6 +133,7 @@ class Scene:
                 await self._join(running)
             except BaseException:  # the run would wait for a worker for ever
                 running.cancel()
+                await asyncio.wait([running])  # else the next worker may join it
                 raise
             return list(await running)
         if self.shape == "processes":
@@ -267,6 +268,32 @@ async def test_a_model_that_is_changed_and_changed_back_is_paid_once(scene: Scen
     again = await scene.run(3, resume=True, on_change="resend", **given)
     assert [result.output for result in again] == [result.output for result in first]
     assert scene.server.received == asked and all(result.resumed for result in again)
+
+
+@pytest.mark.covers("a change that is undone", "local", "processes", "Redis", "Ray", "pipeline", "reduction")
+async def test_a_row_with_turns_of_two_models_starts_anew_when_it_is_sent_again(scene: Scene) -> None:
+    last = {"m": 2, "other": 4}  # the first turn of each model that is not answered
+
+    def answer(row: str, request: Request) -> Any:
+        usage, model = Usage(60, completion_tokens=30), str(request.body["model"])
+        if "Do " not in str(request.messages) or request.turn == 5:
+            return Say(f"{model} says {row}", usage=usage)
+        if request.turn == last.get(model):
+            return Hang()
+        return CallTools(ToolUse("look_up", {"key": f"{model} {request.turn}"}), usage=usage)
+
+    scene.answer = answer
+    options: dict[str, Any] = {"tools": [look_up], "resume": True}
+    for sent, more in ((3, {}), (6, {"model": "other", "on_change": "keep"})):
+        async with scene.running(1, **options, **more):
+            await scene.server.wait_requests(sent)
+    assert [request.body["model"] for request in scene.server.requests] == ["m"] * 3 + ["other"] * 3
+    last.clear()
+    for on_change in ("resend", None):
+        [result] = await scene.run(1, **options, model="other", on_change=on_change)
+        assert (result.output, result.error) == ("other says row-0", None)
+        assert scene.asked == Counter({"row-0": 12}), "the second resume asks nothing"
+        assert result.usage.completion_tokens == 10 * 30, "what was paid before counts"
 
 
 @pytest.mark.covers("standby", "local", "processes", "Redis", "Ray", "pipeline", "reduction", "worker=", "runtime")

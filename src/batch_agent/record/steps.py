@@ -150,7 +150,7 @@ class Past:
     """A recorded agent. ``done``: it ended successfully. ``failed``: its last step was a failure. Otherwise it is
     unfinished. ``turns`` are those of the tool loop; ``worked`` are the steps of a user's worker, in order, and
     ``ended`` its end. ``unreadable`` is the reason why a record that contains a begun write cannot be read. ``left`` is
-    what it did in conversations that it left to start again."""
+    what it did in conversations that it left to start again. ``several``: its turns answer several questions."""
 
     agent: int
     turns: tuple[PastTurn, ...]
@@ -161,6 +161,7 @@ class Past:
     spent: Spent | None = None  # from the last step that has it
     unreadable: str = ""
     left: Past | None = None
+    several: bool = False
 
     @property
     def asked(self) -> list[Asked]:

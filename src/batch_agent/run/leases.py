@@ -7,11 +7,12 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from batch_agent.dispatch.cancellation import outlast, shielded, wait_event
 from batch_agent.errors import StoreError
-from batch_agent.record.codec import CALL_BEGUN, RANKS, decode
+from batch_agent.record.codec import CALL_BEGUN, RANKS, RESTARTED, decode
 from batch_agent.record.journal import OVERDUE, to_its_end
 from batch_agent.record.steps import Past, read_past
 from batch_agent.record.store import Identity, KeptStep, LeasedRow, RowLease, RunStanding, Store
@@ -31,21 +32,29 @@ Over = Literal["", "done", "asked to leave", "no feeder", "replaced", "the run i
 
 def past_of(row: LeasedRow, identity: Identity, steps: Sequence[KeptStep]) -> Past | None:
     """Return what an earlier agent with that identity recorded, or None. A finished agent is preferred to a running
-    one, and a running one to a failed one. Each agent is returned once."""
+    one, and a running one to a failed one. Each agent is returned once. An agent that continued answers to another
+    question, which were kept by force, has ``several`` if its answers are to be checked now."""
     agents: dict[int, list[KeptStep]] = {}
     for step in steps:
-        same = step.key == identity.key or (not row.checks and step.content == identity.row)
-        if same and step.agent not in row.claimed:
+        if step.agent not in row.claimed:
             agents.setdefault(step.agent, []).append(step)
-    for agent in sorted(agents, key=lambda agent: (RANKS.get(agents[agent][-1].kind, 1), agent)):
+
+    def is_same(step: KeptStep) -> bool:
+        return step.key == identity.key or (not row.checks and step.content == identity.row)
+
+    own = [agent for agent, kept in agents.items() if is_same(kept[-1])]
+    for agent in sorted(own, key=lambda agent: (RANKS.get(agents[agent][-1].kind, 1), agent)):
         row.claimed.add(agent)
         kept = agents[agent]
         try:
-            return read_past(agent, [decode(step.kind, step.body) for step in kept])
+            past = read_past(agent, [decode(step.kind, step.body) for step in kept])
         except ValueError as error:
             if any(step.kind == CALL_BEGUN for step in kept):
                 return Past(agent, (), unreadable=str(error))
             logger.warning("the record of row %d cannot be read and is ignored: %s", row.lease.index, error)
+            continue
+        latest = max((place for place, step in enumerate(kept) if step.kind == RESTARTED), default=0)
+        return replace(past, several=True) if row.checks and not all(map(is_same, kept[latest:])) else past
     return None
 
 

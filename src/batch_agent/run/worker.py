@@ -228,12 +228,14 @@ class Worker:
         """Return the trail of an agent with this record. ``retries``: a failed one may be tried again. ``stays``: its
         end stays as it is, because a later entry of the cascade has begun."""
         retried = retries and is_retried(held, past)
-        restarts = past is not None and not stays and self._restarts(past, retried=retried)
+        restarts = past is not None and (past.several or not stays) and self._restarts(past, retried=retried)
         return Trail(self._journal, identity, past, retried=retried, restarts=restarts, checks=held.checks)
 
     def _restarts(self, past: Past, *, retried: bool) -> bool:
-        """Return whether a recorded row starts again in a new conversation: one that failed by its own fault, or whose
-        answer was cut at a max_tokens that is higher now."""
+        """Return whether a recorded row starts again in a new conversation: one that failed by its own fault, whose
+        answer was cut at a max_tokens that is higher now, or that mixes answers to several questions."""
+        if past.several:
+            return past.failed is None or retried
         if past.failed is None:
             cut, raised = past.cut_at, self._r.shapes.raised_from
             return cut is not None and raised is not None and cut <= raised

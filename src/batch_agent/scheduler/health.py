@@ -157,6 +157,11 @@ class Health:
 
     # Trials
 
+    @property
+    def is_mute(self) -> bool:
+        """Whether it has replied to no request yet."""
+        return not (self.answered or self.replies)
+
     def try_now(self, now: float, *, probing: bool = False) -> None:
         """Record that a trial is sent, or a probe in its place."""
         self._become("on trial")
@@ -177,7 +182,7 @@ class Health:
 
     def trial_seconds(self, now: float) -> float | None:
         """Return the time limit of a trial; None if the server has never replied."""
-        if self.patient or not (self.answered or self.replies):
+        if self.patient or self.is_mute:
             return None
         if not self._good:  # it has only refused, which says nothing about the time of an answer
             return max(N.first_answer, (now - self.down_since) * N.trial_share)

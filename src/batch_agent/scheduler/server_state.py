@@ -447,8 +447,7 @@ class ServerState:
             return
         if outcome not in ("unreachable", "silent") or (outcome == "silent" and now - slot.sent_at > N.never_reached):
             health.reached = True  # in the second case a connection was made
-        if outcome in ("broken", "overloaded"):
-            health.replies = True
+        health.replies = health.replies or outcome in ("broken", "overloaded")
         if outcome in ("denied", "refused") and health.is_denied and health.is_down:
             self._is_still_denied(event, now, effects)
             return
@@ -659,15 +658,13 @@ class ServerState:
 
     def _try_next(self, around: Around, effects: Effects) -> None:
         """Make the next row the trial. If all rows have failed, every other trial is a control request: no row can show
-        that the server is back if all of them are bad. So is each trial while no row waits but suspects, and before the
-        first reply, when a row would have no time limit."""
+        that it is back if all are bad. So is each while no row waits but suspects, and each before the first reply."""
         health = self.health
         health.trial_over()
         health.ready = True
-        is_mute = not (health.answered or health.replies)
-        all_failed = around.few_rows or not around.has_untested or is_mute
-        is_next = health.trials % 2 == 1 or not around.wants_slot or is_mute
-        if all_failed and is_next and around.can_ask:
+        all_failed = around.few_rows or not around.has_untested
+        is_next = health.trials % 2 == 1 or not around.wants_slot
+        if ((all_failed and is_next) or health.is_mute) and around.can_ask:
             effects.append(CONTROL)
         effects.append(Ready())
 

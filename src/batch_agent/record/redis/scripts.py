@@ -220,7 +220,9 @@ for i = 8, #ARGV, 4 do
         if state == 'q' then drop(place) end
         state, place, error = 'q', add(row, index, value), ''
       elseif state == 'q' then
-        if force or at ~= index or not redis.call('XRANGE', queue, place, place)[1] then
+        local waiting = redis.call('XRANGE', queue, place, place)[1]
+        local past = waiting and field(waiting, 'past')
+        if force or at ~= index or not waiting or past == 'forced' or past == 'ended' then
           drop(place)
           place = add(row, index, value)
         end
