@@ -186,3 +186,18 @@ async def test_status_of_a_pipeline_says_which_stage_waits_for_people(place: Pla
     stage, other = json.loads((await place("status", "kept", "--json")).stdout)["stages"]
     assert stage["people"]["waiting"] == 2
     assert "people" not in other
+
+
+async def test_rows_that_wait_for_people_are_sent_again_only_on_demand(place: Place) -> None:
+    place.mood = "no json"
+    done = await place.begin("--output", "out.jsonl", people=True)
+    assert done.code == REQUIRED
+    assert (place.one.received, place.two.received) == (6, 2)
+    again = await place("resume", "kept")
+    assert "kept 6, to send 0" in again.stderr
+    assert (place.one.received, place.two.received) == (6, 2)
+    place.mood = BAD
+    retried = await place("retry-failed", "kept")
+    assert "retrying 2 rows that failed" in retried.stderr
+    assert retried.code == ALL_OK
+    assert (place.one.received, place.two.received) == (6, 4)

@@ -210,6 +210,7 @@ class Ladder:
         self.cascade: Cascade = prepared.cascade
         self.schema: OutputSchema[object] | None = prepared.schema
         self.names = self.cascade.names(prepared)
+        self.retries_for_people = prepared.spec.given("retry_failed")  # else people have the rows that failed
         self._counts = metrics.entries = EntryCounts(self.names)
         self._waiting = 0  # rows at later entries
         self._room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -321,11 +322,13 @@ class CascadeRow(Several):
 
     def may_retry(self, pasts: Sequence[Past | None]) -> bool:
         """Return whether the next entry, which may have failed before, is asked again. One that failed by the content
-        of the row is not, if another one or people can be asked, or an earlier answer stays."""
+        of the row is not, if another one or people can be asked, or an earlier answer stays; one whose rows wait for
+        people is if the user asks for that."""
         failed = [past.failed.error for past in pasts if past is not None and past.failed is not None]
         if not any(map(failed_by_content, failed)):
             return True
-        is_last = self.place == len(self.ladder.names) - 1 and not self.ladder.cascade.people
+        ladder = self.ladder
+        is_last = self.place == len(ladder.names) - 1 and (ladder.retries_for_people or not ladder.cascade.people)
         return is_last and not any(result.ok for result in self._asked)
 
     def stop(self, error: JobError) -> None:

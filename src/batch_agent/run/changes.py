@@ -21,7 +21,7 @@ from typing import Literal, TypeAlias, cast
 
 from pydantic import JsonValue
 
-from batch_agent.agent.cascade import entries_of
+from batch_agent.agent.cascade import PEOPLE, entries_of
 from batch_agent.agent.dryrun import DryRun
 from batch_agent.agent.fingerprint import AnyWorker, matched
 from batch_agent.agent.prepare import HIDDEN, Prepared, models_of, stored_place
@@ -379,7 +379,8 @@ def _compare(
     if again is None:
         dropped = theirs if same else reader.rows.counts()[0]
         return Changes(reader.name, edits, dropped, cut, {name: None}, answered=answered)
-    matching = Matching(reader, facts, prepared, worker, same=same, answered=len(decided))
+    at_people = 0 if edited or prepared.spec.given("retry_failed") else _at_people(reader, facts, prepared, decided)
+    matching = Matching(reader, facts, prepared, worker, same=same, answered=len(decided) + at_people)
     try:
         with closing(again) if isinstance(again, LazyRows) else nullcontext():
             found = matching.match(again)
@@ -399,6 +400,17 @@ def _compare(
         drops = f"{drops.partition(', ')[0]}, {dollars(each_row * found.changed)}".removeprefix(", ")
     costs = drops, rest, rest_kept
     return Changes(reader.name, edits, found.changed, cut, {name: found}, {name: matching}, *costs, answered=answered)
+
+
+def _at_people(reader: RunReader, facts: JsonObject, prepared: Prepared, decided: Mapping[int, bytes]) -> int:
+    """Return how many failed rows wait for people, ``decided`` ones not counted: no entry of the cascade is asked about
+    them again, unless there is a new one."""
+    cascade, known = prepared.cascade, cast(JsonObject, facts.get("cascade") or {})
+    labels = [each.get("label") for each in cast("list[JsonObject]", known.get("entries") or [])]
+    if cascade is None or not cascade.people or labels != [cascade.label, *(each.label for each in cascade.later)]:
+        return 0
+    waits = (each["index"] for each in reader.rows if not each.get("ok") and each.get("waits_for") == PEOPLE)
+    return sum(index not in decided for index in waits)
 
 
 def _answers_of(reader: RunReader, edited: Mapping[str, bool]) -> tuple[int, int]:
