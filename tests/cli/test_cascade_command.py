@@ -188,9 +188,12 @@ async def test_status_of_a_pipeline_says_which_stage_waits_for_people(place: Pla
     assert "people" not in other
 
 
-async def test_rows_that_wait_for_people_are_sent_again_only_on_demand(place: Place) -> None:
+@pytest.mark.parametrize("processes", [(), ("--processes", "2")])
+async def test_rows_that_wait_for_people_are_sent_again_only_on_demand(
+    place: Place, processes: tuple[str, ...]
+) -> None:
     place.mood = "no json"
-    done = await place.begin("--output", "out.jsonl", people=True)
+    done = await place.begin("--output", "out.jsonl", *processes, people=True)
     assert done.code == REQUIRED
     assert (place.one.received, place.two.received) == (6, 2)
     again = await place("resume", "kept")

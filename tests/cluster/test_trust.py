@@ -75,7 +75,7 @@ def test_everything_that_a_record_can_name_is_known() -> None:
 
 def test_an_option_that_could_name_something_is_decided_on() -> None:
     texts = {"task", "id_column", "images", "document_column", "system_prompt", "model", "affinity", "stop"}
-    values = {"compaction_model", "extra_body", "prices", "tool_choice"}
+    values = {"compaction_model", "extra_body", "prices", "tool_choice", "retry_failed"}
     known = {*FEEDERS, *PLACES, *NAMES, *DIRECTORIES, "tools", "runtime", "vote", *texts, *values}
     numbers = {int, float, bool, type(None)}
     for name, field in BatchSpec.model_fields.items():

@@ -33,7 +33,7 @@ from batch_agent.tools.base import BUILTIN_NAMES, Tool
 # Options that only the feeder uses: inputs, record, observers, API key.
 FEEDERS = {
     *("inputs", "on_result", "sinks", "events", "metrics_port", "api_key", "no_hoist"),
-    *("run_dir", "resume", "retry_failed", "on_change", "predictive_prewarm", "prewarm_max_age"),
+    *("run_dir", "resume", "on_change", "predictive_prewarm", "prewarm_max_age"),
     *("gold", "gold_sample", "gold_sealed", "tolerance", "score", "by", "groups", "require"),
     *("lease", "keep", "feed_only", "cluster", "pilot", "pilot_key", "pilot_only"),
     *("promise", "max_people", "people_error", "truth", "beacon"),
