@@ -76,7 +76,8 @@ def test_everything_that_a_record_can_name_is_known() -> None:
 def test_an_option_that_could_name_something_is_decided_on() -> None:
     texts = {"task", "id_column", "images", "document_column", "system_prompt", "model", "affinity", "stop"}
     values = {"compaction_model", "extra_body", "prices", "tool_choice", "retry_failed"}
-    known = {*FEEDERS, *PLACES, *NAMES, *DIRECTORIES, "tools", "runtime", "vote", *texts, *values}
+    others = {"tools", "runtime", "vote", "cascade", "escalate"}
+    known = {*FEEDERS, *PLACES, *NAMES, *DIRECTORIES, *others, *texts, *values}
     numbers = {int, float, bool, type(None)}
     for name, field in BatchSpec.model_fields.items():
         assert name in known or kinds(field.annotation) <= numbers, name
@@ -183,6 +184,17 @@ def test_options_that_only_a_feeder_has_are_refused_in_a_record() -> None:
     for name in sorted(FEEDERS - {"no_hoist"}):
         with pytest.raises(SpecError, match=f"the record sets {name}, and only a feeder"):
             read_spec({"task": "Do {row}", name: "/tmp/written"}, [], None)
+
+
+def test_a_cascade_in_a_record_is_a_list_whose_entries_were_checked() -> None:
+    entries = [{"backend": "vllm://evil:1"}, {"backend": "vllm://gpu:1", "tools": ["mcp:stdio:rm"]}, "people"]
+    rule = 'output.mood == "module:function"'
+    record = {"task": "Do {row}", "cascade": entries, "escalate": rule}
+    assert things_of({"spec": record}) == ["mcp:stdio:rm", "vllm://evil:1", "vllm://gpu:1"]
+    assert read_spec(record, [], None).escalate == rule
+    for other in (json.dumps(entries), "/tmp/entries.json"):
+        with pytest.raises(SpecError, match="a cascade that is no list of entries"):
+            read_spec({**record, "cascade": other}, [], None)
 
 
 def test_a_worker_reads_only_files_below_a_directory_that_is_allowed(tmp_path: Path) -> None:

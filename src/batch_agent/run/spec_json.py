@@ -29,6 +29,7 @@ from batch_agent.runtimes.base import CommandLineRuntime
 from batch_agent.runtimes.named import RUNTIMES
 from batch_agent.spec import BatchSpec
 from batch_agent.tools.base import BUILTIN_NAMES, Tool
+from batch_agent.trust.escalate import is_reference
 
 # Options that only the feeder uses: inputs, record, observers, API key.
 FEEDERS = {
@@ -86,16 +87,18 @@ def read_spec(options: JsonObject, inputs: object, import_from: Path | None) -> 
     if directory not in sys.path[:1]:
         sys.path.insert(0, directory)
     read: dict[str, Any] = dict(options)
-    if isinstance(read.get("cascade"), list):
+    if "cascade" in read:
+        if not isinstance(read["cascade"], list):  # a file or a text could name what was not checked
+            raise SpecError("the record has a cascade that is no list of entries")
         read["cascade"] = [dict(entry) if isinstance(entry, dict) else entry for entry in read["cascade"]]
-    for given in (read, *(entry for entry in read.get("cascade") or () if isinstance(entry, dict))):
-        if "tools" in given:
-            given["tools"] = [
-                imported(tool) if ":" in tool and not tool.startswith("mcp:") else tool for tool in given["tools"]
+    for each in (read, *(entry for entry in read.get("cascade") or () if isinstance(entry, dict))):
+        if "tools" in each:
+            each["tools"] = [
+                imported(tool) if ":" in tool and not tool.startswith("mcp:") else tool for tool in each["tools"]
             ]
     for name in ("output_schema", *REFERENCES):
-        if isinstance(read.get(name), str) and ":" in read[name]:
-            read[name] = imported(read[name])
+        if isinstance(given := read.get(name), str) and (is_reference(given) if name == "escalate" else ":" in given):
+            read[name] = imported(given)
     return BatchSpec(**read, inputs=inputs)
 
 
