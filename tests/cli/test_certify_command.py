@@ -67,6 +67,23 @@ async def test_names_are_there_only_if_they_are_asked_for(tmp_path: Path) -> Non
     assert (await batch_agent(tmp_path, "certify", "--check", "certificate.json", "run")).code == 0
 
 
+async def test_integers_beyond_64_bits_in_the_rows_are_certified_as_they_are(tmp_path: Path) -> None:
+    made = table(100, wrong=0.02)
+    rows = [{"id": row["id"], "text": row["text"], "account": 2**80 + place} for place, row in enumerate(made)]
+    async with ScriptedServer(answer, models=["scripted"]) as server:
+        known: dict[str, Any] = {"task": "{text}", "output_schema": MOODS, "backend": server.backend_url}
+        known |= {"model": "scripted", "run_dir": tmp_path / "run", "promise": "mood.accuracy >= 0.85"}
+        await BatchAgent.run(inputs=rows, **known)
+    judge(tmp_path / "run", made)
+    assert (await batch_agent(tmp_path, "certify", "run", "-o", "certificate.json")).code == 0
+    assert (await batch_agent(tmp_path, "certify", "--check", "certificate.json", "run")).code == 0
+    of_lines("results.jsonl", lambda lines: lines[3]["input"].update(account=lines[3]["input"]["account"] + 1))(
+        tmp_path
+    )
+    changed = await batch_agent(tmp_path, "certify", "--check", "certificate.json", "run")
+    assert "the rows are not those that the run began with" in changed.stderr
+
+
 async def test_a_promise_that_is_not_kept_has_no_certificate(tmp_path: Path) -> None:
     made = table(100)
     async with ScriptedServer(answer, models=["scripted"]) as server:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.run.promised import MOODS, answer, judge, table
 
-from batch_agent import BatchAgent, Results
+from batch_agent import BatchAgent, Pipeline, Results
 from batch_agent.errors import SpecError
 from batch_agent.record.certificate import certificate_of, check
 from batch_agent.record.people import PeopleReview
@@ -186,6 +186,13 @@ async def test_options_that_exclude_a_promise_are_refused(options: dict[str, Any
     with pytest.raises(SpecError) as refused:
         await run(table(5), tmp_path / "run", **options)
     assert said in str(refused.value)
+
+
+async def test_a_pipeline_has_no_promise_and_the_refusal_says_what_to_do_instead(tmp_path: Path) -> None:
+    pipeline = Pipeline(["calm 0.9"]).map(name="mood", task="{input}", output_schema=MOODS)
+    how: dict[str, Any] = {"backend": "vllm://127.0.0.1:9", "model": "m", "run_dir": tmp_path / "run"}
+    with pytest.raises(SpecError, match="run the pipeline without its last stage, write its results"):
+        await pipeline.run(**how, promise="mood.accuracy >= 0.9")
 
 
 async def test_an_iterator_has_no_audit(tmp_path: Path) -> None:

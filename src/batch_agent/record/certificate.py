@@ -25,7 +25,7 @@ from pydantic import JsonValue
 
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.files.results import from_json, to_json
-from batch_agent.files.tables import Record
+from batch_agent.files.tables import Record, record_of
 from batch_agent.messages import JsonObject
 from batch_agent.record.codec import ASKED, ENDED, decode
 from batch_agent.record.doubts import FinishedDoubts, doubt_of, input_digest
@@ -39,7 +39,7 @@ from batch_agent.record.promise import (
     audit_key,
     row_digest,
 )
-from batch_agent.record.reader import RunReader, open_run, parsed
+from batch_agent.record.reader import RunReader, as_result, open_run, parsed
 from batch_agent.record.rundir import FAILURES, JOURNAL, RESULTS, recorded_options
 from batch_agent.record.score_reader import records_of
 from batch_agent.record.sqlite import open_to_read
@@ -56,6 +56,10 @@ BUCKETS = 256  # sums of answers, by the first byte of the digest of a row
 ROWS_AT_ONCE = 20_000  # rows that are compared one by one with one reading of the journal
 MOST_SAMPLES = 16  # of an entry of a cascade
 PART = 32 * 2**20  # bytes of result lines that a process reads at once
+BLOCK = 2**18  # bytes of them that are in memory at once
+TEXTS = 10_000  # answers whose bytes are kept: most tables have few different ones
+SORTED = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS
+from_bytes = int.from_bytes
 JUDGED = ("answer", "none", "skip")
 MARK = 4  # bytes of the digest of a line of the log
 METHOD = (
@@ -138,42 +142,41 @@ class _Recounted(FinishedDoubts):
         return [found.get(index) for index in indexes]
 
 
-def answer_digest(content: bytes, output: object) -> int:
+def _written(output: object) -> bytes:
     try:
-        written = orjson.dumps(output, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+        return orjson.dumps(output, option=SORTED)
     except TypeError:
-        written = to_json(output)
-    return int.from_bytes(blake2b(content + written, digest_size=16).digest())
+        return to_json(output)
 
 
-def _doubt_digest(content: bytes, doubt: float) -> int:
-    return int.from_bytes(blake2b(content + pack("<d", doubt), digest_size=16).digest())
-
-
-def _count(lines: Iterable[bytes | Record], wanted: _Wanted) -> _Counts:
-    found, order, last = _Counts(bands=[0] * (len(wanted.thresholds) + 1)), KeyedOrder(wanted.key), wanted.last
+def _count(lines: Iterable[bytes | Record], wanted: _Wanted, *, exact: bool = False) -> _Counts:
+    """Return the counts of rows. ``exact``: integers beyond 64 bits are read too, which takes twice the time."""
+    found, rank, last = _Counts(bands=[0] * (len(wanted.thresholds) + 1)), KeyedOrder(wanted.key).rank, wanted.last
     digest, doubted, answers, bands, thresholds = 0, 0, found.answers, found.bands, wanted.thresholds
     for line in lines:
-        record = _read(line) if isinstance(line, bytes) else line
+        record = (_read_exactly(line) if exact else _read(line)) if isinstance(line, bytes) else line
         if record is None:
             continue
-        index, name = cast(int, record["index"]), str(record.get("job_id"))
-        content = row_of(record.get("input"), "")
+        index, name, given = cast(int, record["index"]), str(record.get("job_id")), record.get("input")
+        content = row_of(given, "")
         digest += row_digest(name, content)
         found.rows += 1
         doubt = doubt_of(record, doubt=wanted.doubt, last=wanted.model)
         if record.get("ok"):
             found.ok += 1
-            answers[content[0]] += answer_digest(content, record.get("output"))
-            doubted += _doubt_digest(content, doubt)
+            answers[content[0]] += from_bytes(
+                blake2b(content + _written(record.get("output")), digest_size=16).digest()
+            )
+            doubted += from_bytes(blake2b(content + pack("<d", doubt), digest_size=16).digest())
         bands[bisect_left(thresholds, doubt)] += 1
-        if last and order.rank(name) <= last:
+        if last and rank(name) <= last:
             found.before += 1
         if index in wanted.rows:
             found.doubts[index], found.names[index] = doubt, name
-            found.inputs[index] = input_digest(record.get("input"))
+            shown = _read(line) if exact and isinstance(line, bytes) else record  # what people were shown is rounded
+            found.inputs[index] = input_digest(None if shown is None else shown.get("input"))
             if wanted.model:
-                found.both[index] = {name: record.get(name) for name in ("output", "answered_by", "earlier")}
+                found.both[index] = {part: record.get(part) for part in ("output", "answered_by", "earlier")}
     found.digest, found.doubted = digest % SUMS, doubted % SUMS
     found.answers = [each % SUMS for each in answers]
     return found
@@ -190,25 +193,39 @@ def _read(line: bytes) -> Record | None:
     return parsed(line)
 
 
-def _count_part(path: str, start: int, end: int, wanted: _Wanted) -> _Counts:
-    return _count(_lines_of(Path(path), start, end), wanted)
+def _read_exactly(line: bytes) -> Record | None:
+    record = record_of(line)
+    return as_result(record) if isinstance(record, dict) and isinstance(record.get("index"), int) else None
 
 
-def _lines_of(path: Path, start: int = 0, end: int | None = None) -> Iterator[bytes]:
+def _count_part(path: str, start: int, end: int, wanted: _Wanted, *, exact: bool) -> _Counts:
+    return _count(_lines_of(Path(path), start, end), wanted, exact=exact)
+
+
+def _lines_of(path: Path, start: int, end: int) -> Iterator[bytes]:
     """Yield the lines that begin in a part of a file."""
     with path.open("rb") as file:
         if start:
             file.seek(start - 1)
             file.readline()  # it begins before the part, unless the byte before is its end
-        while end is None or file.tell() < end:
-            line = file.readline()
-            if not line:
+        while (left := end - file.tell()) > 0:
+            # readlines ends after the first line that makes more bytes than its argument; 0 would be no limit
+            lines = file.readlines(min(left, BLOCK) - 1) if left > 1 else [file.readline()]
+            if not lines or not lines[0]:
                 return
-            yield line
+            yield from lines
 
 
-def _recount(run: RunReader, wanted: _Wanted) -> tuple[_Counts, list[int]]:
-    """Return the counts of all rows, and the sums of the answers in the journal; [] if they are compared row by row."""
+def _recount(run: RunReader, wanted: _Wanted, digest: str) -> tuple[_Counts, list[int]]:
+    """Return the counts of all rows, and the sums of the answers in the journal; [] if they are compared row by row.
+    Rows that are not those of ``digest`` are read again: the quick reader rounds integers beyond 64 bits."""
+    counts, journal = _recounted(run, wanted)
+    if journal and f"{counts.digest:032x}" != digest:
+        counts, _ = _recounted(run, wanted, exact=True)
+    return counts, journal
+
+
+def _recounted(run: RunReader, wanted: _Wanted, *, exact: bool = False) -> tuple[_Counts, list[int]]:
     found = _Counts(bands=[0] * (len(wanted.thresholds) + 1))
     if not isinstance(run.place, Path):
         found += _count(run.rows, wanted)
@@ -221,13 +238,13 @@ def _recount(run: RunReader, wanted: _Wanted) -> tuple[_Counts, list[int]]:
     if not journal.exists():
         raise SpecError(f"{run.name} has no {JOURNAL}, so its answers cannot be compared with it")
     if sum(sizes.values()) <= PART:
-        for path in files:
-            found += _count(_lines_of(path), wanted)
+        for path, size in sizes.items():
+            found += _count(_lines_of(path, 0, size), wanted, exact=exact)
         return found, _journal_sums(str(journal))
     with ProcessPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         sums = pool.submit(_journal_sums, str(journal))
         parts = [
-            pool.submit(_count_part, str(path), start, min(size, start + PART), wanted)
+            pool.submit(_count_part, str(path), start, min(size, start + PART), wanted, exact=exact)
             for path, size in sizes.items()
             for start in range(0, size, PART)
         ]
@@ -238,15 +255,18 @@ def _recount(run: RunReader, wanted: _Wanted) -> tuple[_Counts, list[int]]:
 
 def _journal_sums(path: str) -> list[int]:
     """Return the sums of the answers with which agents ended, where the journal has them in their last step."""
-    sums = [0] * BUCKETS
+    sums, known = [0] * BUCKETS, dict[str, bytes]()
     with closing(open_to_read(Path(path))) as db:
         for row, body in db.execute("SELECT row, body FROM record WHERE kind = ?", (ENDED,)):
             try:
-                step = orjson.loads(body)
-                output = orjson.loads(step[3][0])
+                text = orjson.loads(body)[3][0]
+                if (written := known.get(text)) is None:
+                    written = _written(orjson.loads(text))
+                    if len(known) < TEXTS:
+                        known[text] = written
             except (ValueError, LookupError, TypeError):
                 continue  # its answer is in another step, or had to be mended
-            sums[row[0]] += answer_digest(bytes(row), output)
+            sums[row[0]] += from_bytes(blake2b(row + written, digest_size=16).digest())
     return [each % SUMS for each in sums]
 
 
@@ -406,7 +426,7 @@ def _recomputed(run: RunReader, review: PeopleReview, *, names: bool) -> _Recomp
     head = promise.order_before()
     last = order.rank(audit[-1].id) if audit else b""
     wanted = _Wanted(known.key, promise.thresholds, rows | {*head}, last, known.doubt, promise.last)
-    counts, journal = _recount(run, wanted)
+    counts, journal = _recount(run, wanted, known.digest)
     promise.recounted(_Recounted(run, counts, wanted), [*head, *(event.row for event in audit)])
     standing = promise.standing()
     digests: JsonObject = {

@@ -50,12 +50,10 @@ class PromiseOfRun:
         self._head: list[tuple[int, str]] = []
 
     @classmethod
-    def of(cls, prepared: Prepared, *, in_pipeline: bool) -> Self | None:
+    def of(cls, prepared: Prepared) -> Self | None:
         """Return the promise of a run that has one. Raises SpecError for a run whose promise could not be proved."""
         if prepared.promise is None:
             return None
-        if in_pipeline:
-            raise SpecError("promise is about the rows of one run: a pipeline may have stages that drop or add rows")
         if prepared.spec.run_dir is None:
             raise SpecError(
                 "promise needs a record, in which the answers of people and the audit are: give run_dir (on the "

@@ -116,7 +116,7 @@ class Run(Generic[T]):
         self._row_schema, self._inside, self._patience = row_schema, inside, patience
         self.on_change: OnChange = spec.on_change  # may be set before the run is entered
         self._crew = crew_of(spec) if feeds else None
-        self._promise = PromiseOfRun.of(prepared, in_pipeline=inside is not None) if feeds and within is None else None
+        self._promise = PromiseOfRun.of(prepared) if feeds and within is None else None
         feeds_only = feeds and (spec.feed_only or self._crew is not None)
         self._works, self._is_shared = inside is None and not feeds_only, feeds_only or not feeds
         self._directory = directory_of(spec.run_dir) if feeds else None  # that this process feeds

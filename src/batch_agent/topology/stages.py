@@ -81,3 +81,9 @@ def check_options_of_the_whole(options: Mapping[str, Any]) -> None:
     for option in options:
         if option in OF_A_STAGE:
             raise SpecError(f"{option} is an option of a stage, not of the whole pipeline")
+    if options.get("promise") is not None:
+        raise SpecError(
+            "promise is about the rows of one run, and stages of a pipeline may drop or add rows: run the pipeline "
+            "without its last stage, write its results to a file with batch-agent export, and run the last stage with "
+            "promise on that file"
+        )
