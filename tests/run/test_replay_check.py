@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, field_validator
 
-from batch_agent import AgentResult, BatchAgent, Tool
+from batch_agent import AgentResult, BatchAgent, SpecError, Tool
 from batch_agent.agent.dialogue import Dialogue
 from batch_agent.run.run import Run
-from batch_agent.testing import CallTools, Fail, Request, Say, ScriptedBackend, ToolUse
+from batch_agent.testing import CallTools, Fail, Hang, Request, Say, ScriptedBackend, ToolUse
 
 ran: list[str] = []
 
@@ -87,6 +87,44 @@ async def test_a_worker_of_ours_that_asks_otherwise_gets_no_old_answer(tmp_path:
     question = "really?"
     error = (await session()).error
     assert error is not None and "message 3 (user) differs" in error.message
+
+
+async def test_an_answer_of_two_models_is_dropped_only_if_asked_for_and_its_writes_are_not_repeated(
+    tmp_path: Path,
+) -> None:
+    stuck = asyncio.Event()
+
+    def script(request: Request) -> Say | Hang:
+        if request.turn == 0:
+            return CallTools(ToolUse("note", {"text": "it"}))
+        if request.body["model"] == "one" and not stuck.is_set():
+            stuck.set()
+            return Hang()
+        return Say(str(request.body["model"]))
+
+    async def session(model: str, **options: Any) -> tuple[AgentResult[Any], int]:
+        backend = ScriptedBackend(script)
+        [result] = await run(tmp_path, backend, tools=[note], model=model, **options)
+        return result, len(backend.requests)
+
+    first = asyncio.create_task(session("one"))
+    await stuck.wait()
+    first.cancel()
+    await asyncio.wait([first])
+    kept, sent = await session("two", on_change="keep")
+    assert (kept.output, sent, ran) == ("two", 1, ["it"])
+    again, sent = await session("two")
+    assert (again.output, again.resumed, sent) == ("two", True, 0), "what is kept stays kept"
+    other, _ = await session("one", on_change="resend")
+    assert other.output == "one"
+    before = len(ran)  # another question is another row, which writes too
+    with pytest.raises(SpecError, match="1 recorded answer would be dropped"):
+        await session("two")
+    anew, sent = await session("two", on_change="resend")
+    assert (anew.output, anew.resumed, sent) == ("two", False, 2)
+    assert len(ran) == before
+    last, sent = await session("two")
+    assert (last.output, last.resumed, sent) == ("two", True, 0)
 
 
 async def test_a_damaged_record_with_a_write_that_was_begun_is_not_taken_for_none(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import json
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from types import UnionType
-from typing import Any, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import orjson
 
@@ -35,6 +35,9 @@ from batch_agent.record.steps import (
     Spent,
     Step,
 )
+
+if TYPE_CHECKING:
+    from batch_agent.record.store import KeptStep
 
 FORMAT = 11
 OLDEST = 8  # the oldest format that is still read
@@ -81,6 +84,11 @@ def encode(step: Step) -> tuple[int, bytes]:
             return COMPACTED, _dump([cut.kept_from, cut.note, [*cut.reduced.items()], _from_usage(usage), digest])
         case Restarted(spent):
             return RESTARTED, _dump([_from_spent(spent)])
+
+
+def since_restart(steps: Sequence[KeptStep]) -> Sequence[KeptStep]:
+    """Return the steps of the latest conversation of an agent."""
+    return steps[max((place for place, step in enumerate(steps) if step.kind == RESTARTED), default=0) :]
 
 
 def decode(kind: int, body: bytes) -> Step:

@@ -482,11 +482,11 @@ class DirectoryReader(RunReader):
 
     def recorded(self, fingerprint: str | None, *, forced: bool) -> Iterator[RecordedRow] | None:
         path = self.path / JOURNAL
-        return self._recorded(path, fingerprint) if path.exists() else None
+        return self._recorded(path, fingerprint, forced=forced) if path.exists() else None
 
-    def _recorded(self, path: Path, fingerprint: str | None) -> Iterator[RecordedRow]:
+    def _recorded(self, path: Path, fingerprint: str | None, *, forced: bool) -> Iterator[RecordedRow]:
         with closing(SqliteJournal(open_to_read(path), path)) as journal:
-            yield from journal.recorded(fingerprint)
+            yield from journal.recorded(fingerprint, forced=forced)
 
     def _same_before(self, record: Record) -> int:
         """Return how many rows before this one have the same input."""

@@ -23,7 +23,7 @@ from typing import Any, Literal, Self, cast
 from zlib import crc32
 
 from batch_agent.errors import StoreError
-from batch_agent.record.codec import CALL_BEGUN, ENDED, FAILED, FORMAT, OLDEST, RANKS, decode
+from batch_agent.record.codec import CALL_BEGUN, ENDED, FAILED, FORMAT, OLDEST, RANKS, decode, since_restart
 from batch_agent.record.private import private
 from batch_agent.record.steps import Ended, Past, read_past
 from batch_agent.record.store import Adoption, Identity, KeptStep, RecordedRow, RunProgress
@@ -272,18 +272,23 @@ class SqliteJournal:
         for agent in lost:
             self._lost |= {name: agent for step in self.kept_steps(agent) for name in (step.key, step.content)}
 
-    def recorded(self, fingerprint: str | None) -> Iterator[RecordedRow]:
+    def recorded(self, fingerprint: str | None, *, forced: bool = False) -> Iterator[RecordedRow]:
         """Yield the recorded agents. ``fingerprint`` is that of the answers of a user's worker: those to another one
-        count as begun."""
+        count as begun. ``forced``: answers that mix several questions are found by their question too."""
         body = "''" if fingerprint is None else "CAST(ifnull(body, '') AS BLOB)"
-        query = f"SELECT {OWNER_COLUMNS}, ifnull(kind, 0) & -1, {body}, {CHECK}, max(id) FROM record GROUP BY agent"
+        columns = f"{OWNER_COLUMNS}, ifnull(kind, 0) & -1, {body}, {CHECK}, count(DISTINCT key) > 1, max(id)"
         with _explained(self._path):
-            for agent, key, row, kind, last, check, _ in self._db.execute(query):
+            for agent, key, row, kind, last, check, keys, _ in self._db.execute(
+                f"SELECT {columns} FROM record GROUP BY agent"
+            ):
                 if not _is_owned(agent, key, row, check):
                     continue
                 rank = RANKS.get(kind, 1)
                 if rank == 0 and fingerprint is not None and not _is_answer(kind, last, fingerprint):
                     rank = 1
+                if rank == 0 and keys and not forced:
+                    steps = since_restart(self.kept_steps(agent))
+                    key = key if all(step.key == key for step in steps) else b""  # an answer to no question
                 yield RecordedRow(agent, key, row, rank)
 
     def adopt(self, adoptions: Iterable[Adoption]) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from batch_agent.dispatch.cancellation import outlast, shielded, wait_event
 from batch_agent.errors import StoreError
-from batch_agent.record.codec import CALL_BEGUN, RANKS, RESTARTED, decode
+from batch_agent.record.codec import CALL_BEGUN, RANKS, decode, since_restart
 from batch_agent.record.journal import OVERDUE, to_its_end
 from batch_agent.record.steps import Past, read_past
 from batch_agent.record.store import Identity, KeptStep, LeasedRow, RowLease, RunStanding, Store
@@ -53,8 +53,7 @@ def past_of(row: LeasedRow, identity: Identity, steps: Sequence[KeptStep]) -> Pa
                 return Past(agent, (), unreadable=str(error))
             logger.warning("the record of row %d cannot be read and is ignored: %s", row.lease.index, error)
             continue
-        latest = max((place for place, step in enumerate(kept) if step.kind == RESTARTED), default=0)
-        return replace(past, several=True) if row.checks and not all(map(is_same, kept[latest:])) else past
+        return replace(past, several=True) if row.checks and not all(map(is_same, since_restart(kept))) else past
     return None
 
 
