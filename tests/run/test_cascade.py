@@ -359,7 +359,7 @@ async def test_an_entry_that_is_down_does_not_stop_the_others_and_its_rows_keep_
     assert results[20].waits_for == "large"
     summary = results.summary.to_json()
     assert (summary["ended"], summary["cascade"]["waiting"]) == ("unreachable", {"large": 1})
-    assert "1 row with an earlier answer waits for large: " in summary["reason"]
+    assert "1 row waits for large: " in summary["reason"]
 
 
 @virtual_clock

@@ -283,7 +283,7 @@ class Ladder:
         name, count = away
         over = next((each.dispatcher.over for each in self.later if each.name == name), None)
         why = over[1] if over else "it did not answer"
-        return f"{rows(count)} with an earlier answer {'waits' if count == 1 else 'wait'} for {name}: {why}"
+        return f"{rows(count)} {'waits' if count == 1 else 'wait'} for {name}: {why}"
 
     def is_over(self, place: int) -> bool:
         """Return whether a later entry cannot answer any more in this session."""
