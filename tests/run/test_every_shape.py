@@ -271,7 +271,8 @@ async def test_a_model_that_is_changed_and_changed_back_is_paid_once(scene: Scen
 
 
 @pytest.mark.covers("a change that is undone", "local", "processes", "Redis", "Ray", "pipeline", "reduction")
-async def test_a_row_with_turns_of_two_models_starts_anew_when_it_is_sent_again(scene: Scene) -> None:
+@pytest.mark.parametrize("finished", [False, True])
+async def test_a_row_with_turns_of_two_models_starts_anew_when_it_is_sent_again(scene: Scene, finished: bool) -> None:
     last = {"m": 2, "other": 4}  # the first turn of each model that is not answered
 
     def answer(row: str, request: Request) -> Any:
@@ -284,16 +285,23 @@ async def test_a_row_with_turns_of_two_models_starts_anew_when_it_is_sent_again(
 
     scene.answer = answer
     options: dict[str, Any] = {"tools": [look_up], "resume": True}
-    for sent, more in ((3, {}), (6, {"model": "other", "on_change": "keep"})):
-        async with scene.running(1, **options, **more):
-            await scene.server.wait_requests(sent)
-    assert [request.body["model"] for request in scene.server.requests] == ["m"] * 3 + ["other"] * 3
-    last.clear()
+    async with scene.running(1, **options):
+        await scene.server.wait_requests(3)
+    kept = {"model": "other", "on_change": "keep"}
+    if finished:
+        last.clear()
+        assert (await scene.run(1, **options, **kept))[0].output == "other says row-0"
+    else:
+        async with scene.running(1, **options, **kept):
+            await scene.server.wait_requests(6)
+        last.clear()
+    before = [str(request.body["model"]) for request in scene.server.requests if "Do " in str(request.messages)]
+    assert before == ["m"] * 3 + ["other"] * (4 if finished else 3)
     for on_change in ("resend", None):
         [result] = await scene.run(1, **options, model="other", on_change=on_change)
         assert (result.output, result.error) == ("other says row-0", None)
-        assert scene.asked == Counter({"row-0": 12}), "the second resume asks nothing"
-        assert result.usage.completion_tokens == 10 * 30, "what was paid before counts"
+        assert scene.asked == Counter({"row-0": len(before) + 6}), "the second resume asks nothing"
+        assert result.usage.completion_tokens == (12 if finished else 10) * 30, "what was paid before counts"
 
 
 @pytest.mark.covers("standby", "local", "processes", "Redis", "Ray", "pipeline", "reduction", "worker=", "runtime")

@@ -196,6 +196,7 @@ for i = 8, #ARGV, 4 do
       if ended and was == 'k' then redis.call('HSET', contents, '=' .. row, 1) end
       if redis.call('EXISTS', prefix .. old) == 1 then
         redis.call('COPY', prefix .. old, prefix .. row)
+        if not ended then redis.call('HSET', contents, '=' .. row, 2) end  -- it continues under another question
       elseif ended then  -- only its result was kept
         local entry = redis.call('XRANGE', results, from, from)[1]
         if entry then
@@ -215,8 +216,10 @@ for i = 8, #ARGV, 4 do
       break
     elseif fed ~= session then
       local entry = nil
-      if not force and redis.call('HDEL', contents, '=' .. row) == 1 then  -- its answer is one to another question
-        redis.call('DEL', prefix .. row)
+      local mark = not force and redis.call('HGET', contents, '=' .. row)
+      if mark then  -- its answer is one to another question, or to several (2): then the worker starts it anew
+        redis.call('HDEL', contents, '=' .. row)
+        if mark == '1' then redis.call('DEL', prefix .. row) end
         if state == 'q' then drop(place) end
         state, place, error = 'q', add(row, index, value), ''
       elseif state == 'q' then
