@@ -217,7 +217,7 @@ for i = 8, #ARGV, 4 do
     elseif fed ~= session then
       local entry = nil
       local mark = not force and redis.call('HGET', contents, '=' .. row)
-      if mark then  -- its answer is one to another question, or to several (2): then the worker starts it anew
+      if mark then  -- its answer is one to another question, or to several (2): then the worker starts it again
         redis.call('HDEL', contents, '=' .. row)
         if mark == '1' then redis.call('DEL', prefix .. row) end
         if state == 'q' then drop(place) end
