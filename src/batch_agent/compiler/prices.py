@@ -92,8 +92,8 @@ class Prices:
 
 def find_prices(given: Mapping[str, float] | None, *, model: str | None, backend: str) -> Prices | None:
     """Return the prices of this model at this backend; None if unknown. Raises SpecError for invalid given prices."""
-    if given is not None and (given := {name: price for name, price in given.items() if name != PEOPLE}):
-        return _given(given)
+    if given is not None and given.keys() != {PEOPLE}:
+        return _given({name: price for name, price in given.items() if name != PEOPLE})
     return None if model is None else _from_table(model, backend)
 
 

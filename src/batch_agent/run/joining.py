@@ -348,7 +348,8 @@ def worker_run(
 def prepare_recorded(options: JsonObject, import_from: Path | None, trust: Trust) -> Prepared:
     """Prepare the options in a record. Raises SpecError."""
     spec = read_spec(options, [], import_from)
-    if not trust.everything and spec.backend is None:
+    entries = [each for each in spec.cascade if isinstance(each, Mapping)] if isinstance(spec.cascade, list) else [{}]
+    if not trust.everything and spec.backend is None and not all(each.get("backend") for each in entries):
         # A feeder names its backend, except a login or one with a password. Then the model's name must not name one.
         provider = (spec.model or "").partition("/")[0]
         if (spec.runtime is None or provider in PROVIDERS) and not os.environ.get(BACKEND_VARIABLE):

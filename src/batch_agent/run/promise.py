@@ -6,7 +6,6 @@ import heapq
 from collections.abc import Iterable
 from contextlib import closing
 from functools import partial
-from pathlib import Path
 from typing import Self, cast
 
 from batch_agent.agent.prepare import Prepared
@@ -15,6 +14,7 @@ from batch_agent.files.inputs import rows_again
 from batch_agent.files.results import to_json
 from batch_agent.job import UnreadableRow
 from batch_agent.messages import JsonObject
+from batch_agent.record.address import RunPlace
 from batch_agent.record.keys import row_of
 from batch_agent.record.learned import LAST
 from batch_agent.record.people import PeopleReview
@@ -154,13 +154,13 @@ def _has_begun(run: str) -> bool:
         return review.review.thresholds is not None
 
 
-def standing_of(run: str | Path, *, settles: bool = False) -> PromiseStanding | None:
+def standing_of(run: str | RunPlace, *, settles: bool = False) -> PromiseStanding | None:
     """Return how the promise of a recorded run stands; None if it has none. ``settles``: what is known of the audit is
     recorded first, as at the end of a run. Blocks."""
-    with open_run(str(run)) as reader:
+    with open_run(run) as reader:
         if PromiseFacts.of(reader.facts()) is None:
             return None
-    with PeopleReview.open(str(run)) as review:
+    with PeopleReview.open(run) as review:
         if settles:
             review.prepare()
         assert review.promise is not None, "the run has one"

@@ -608,7 +608,7 @@ class RunRecord:
         ):
             return None
         try:
-            standing = standing_of(self.run.whole)
+            standing = standing_of(self.run.place)
         except BatchAgentError:  # the rows are there without it
             return None
         return None if standing is None else {**standing.to_json(), "lines": [*standing.lines(self.run.name)]}

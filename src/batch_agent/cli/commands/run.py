@@ -497,7 +497,7 @@ def resume_command(options: argparse.Namespace) -> int:
     merged = _merged(options, command)
     recorded = view.sessions > 0  # False if the journal is deleted
     if not asked_for and not options.dry_run and recorded and view.state == "complete" and _is_as_it_was(view, merged):
-        return _say_complete(view, as_json=options.json)
+        return _say_complete(view, options.run_dir, as_json=options.json)
     return run_command(merged)
 
 
@@ -549,14 +549,14 @@ def _is_as_it_was(view: RunSnapshot, options: argparse.Namespace) -> bool:
     return keys.digest == recorded.get("digest")
 
 
-def _say_complete(view: RunSnapshot, *, as_json: bool) -> int:
+def _say_complete(view: RunSnapshot, run: str, *, as_json: bool) -> int:
     """Report a run that is complete already, with its score. Returns the exit status."""
     ok, results = view.latest.ok, Path(view.name) / RESULTS
     output, score = str(results) if results.exists() else view.name, None
     if has_gold(view.facts):
-        with open_run(view.name) as run:
-            score = score_of_run(run, {})
-    promise = standing_of(view.name)
+        with open_run(run) as record:
+            score = score_of_run(record, {})
+    promise = standing_of(run)
     if as_json:
         measured = {} if score is None else {"score": score.to_json()}
         measured |= {} if promise is None else {"promise": promise.to_json()}

@@ -60,7 +60,7 @@ def status_command(options: argparse.Namespace) -> int:
     with open_run(options.run_dir) as run:
         while True:
             view = run.view()
-            score, promise = _score(run, view), _promise(view) if view.facts else None
+            score, promise = _score(run, view), _promise(run, view) if view.facts else None
             people = _people(run, view)
             found = status_json(view, score, promise, people) if options.json else None
             text = _text(view, score, promise, people) if found is None else to_json(found).decode()
@@ -146,11 +146,11 @@ def _people(run: RunReader, view: RunSnapshot) -> People:
         return {}
 
 
-def _promise(view: RunSnapshot) -> PromiseStanding | None:
+def _promise(run: RunReader, view: RunSnapshot) -> PromiseStanding | None:
     """Return how the promise of a run stands. Of a long run it is computed when the run does not work."""
     if view.state in ALIVE and view.progress.ok + view.progress.failed > SCORED_ROWS:
         return None
-    return standing_of(view.name)
+    return standing_of(run.place)
 
 
 def _text(view: RunSnapshot, score: JsonObject | None, promise: PromiseStanding | None, people: People) -> str:
