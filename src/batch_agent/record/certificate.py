@@ -487,8 +487,9 @@ def _says(promise: RunPromise, standing: PromiseStanding) -> str:
     what = f"{bound} of the {standing.rows:,} rows of the delivered table are wrong, with 95 % confidence, if "
     if promise.last:
         return f"{what}the answers of {promise.last} are right. No person has judged a row"
+    verb = "are" if standing.truth.endswith("answers") else "is"
     return (
-        f"{what}{standing.truth} are right. Rows that people repaired count as wrong with {standing.error:.3g}, which "
+        f"{what}{standing.truth} {verb} right. Rows that people repaired count as wrong with {standing.error:.3g}, which "
         "is outside the 95 %"
     )
 
