@@ -489,8 +489,8 @@ def _says(promise: RunPromise, standing: PromiseStanding) -> str:
         return f"{what}the answers of {promise.last} are right. No person has judged a row"
     verb = "are" if standing.truth.endswith("answers") else "is"
     return (
-        f"{what}{standing.truth} {verb} right. Rows that people repaired count as wrong with {standing.error:.3g}, which "
-        "is outside the 95 %"
+        f"{what}{standing.truth} {verb} right. Rows that people repaired count as wrong with {standing.error:.3g}, "
+        "which is outside the 95 %"
     )
 
 
