@@ -446,3 +446,10 @@ async def test_only_processes_that_end_soon_after_one_another_are_given_up() -> 
     with pytest.raises(RunRejected, match="signal 9"):
         await crew._watch(Wanting())
     assert crew.lives == [3600.0]
+
+
+def test_processes_are_refused_for_a_record_in_redis() -> None:
+    with pytest.raises(SpecError, match="batch-agent work URL"):
+        BatchAgent.plan(
+            task="{input}", inputs=["a"], backend="simulated://", processes=2, run_dir="redis://host:6379/0/x"
+        )

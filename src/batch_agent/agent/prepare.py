@@ -233,6 +233,11 @@ def _prepare(spec: BatchSpec, *, promised: bool = False, sends: bool, confined: 
     # A worker does not see all rows, so it cannot know what they share.
     fed = spec.feed_only and spec.run_dir is not None  # without a record, no other process can reach the rows
     in_redis = spec.run_dir is not None and directory_of(spec.run_dir) is None
+    if in_redis and spec.processes is not None:
+        raise SpecError(
+            "processes: its workers share a record of this process, and this one is in Redis: leave processes out, and "
+            "start workers with: batch-agent work URL"
+        )
     if in_redis or spec.cluster is not None or spec.processes is not None or fed:
         spec = spec.model_copy(update={"no_hoist": True})
     elif alone := next(filter(spec.given, SHARED), None):
