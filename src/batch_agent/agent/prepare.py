@@ -228,16 +228,22 @@ def _prepare_later(place: int, spec: BatchSpec, *, promised: bool, sends: bool, 
         return _prepare(spec, promised=promised, sends=sends, confined=confined)
 
 
-def _prepare(spec: BatchSpec, *, promised: bool = False, sends: bool, confined: bool) -> Prepared:
-    """``promised``: the run has a promise, for which the doubt of an answer is used if there is one."""
-    # A worker does not see all rows, so it cannot know what they share.
-    fed = spec.feed_only and spec.run_dir is not None  # without a record, no other process can reach the rows
+def _is_in_redis(spec: BatchSpec) -> bool:
+    """Return whether the record is in Redis. Raises SpecError for worker processes that could not reach it there."""
     in_redis = spec.run_dir is not None and directory_of(spec.run_dir) is None
     if in_redis and spec.processes is not None:
         raise SpecError(
             "processes: its workers share a record of this process, and this one is in Redis: leave processes out, and "
             "start workers with: batch-agent work URL"
         )
+    return in_redis
+
+
+def _prepare(spec: BatchSpec, *, promised: bool = False, sends: bool, confined: bool) -> Prepared:
+    """``promised``: the run has a promise, for which the doubt of an answer is used if there is one."""
+    # A worker does not see all rows, so it cannot know what they share.
+    fed = spec.feed_only and spec.run_dir is not None  # without a record, no other process can reach the rows
+    in_redis = _is_in_redis(spec)
     if in_redis or spec.cluster is not None or spec.processes is not None or fed:
         spec = spec.model_copy(update={"no_hoist": True})
     elif alone := next(filter(spec.given, SHARED), None):
