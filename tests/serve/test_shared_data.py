@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -39,12 +40,13 @@ async def test_a_second_server_continues_the_batches_of_one_that_is_gone(
     def script(request: Request) -> ScriptedReply:
         return Hang() if is_late and "late" in request.text else Say("done")
 
-    async with backend(script) as model, serving(tmp_path, model, **options) as other:
+    async with backend(script) as model, AsyncExitStack() as stays:
         async with serving(tmp_path, model, **options) as client:
             batch = await client.create([chat("early"), chat("late")])
             running = client.server.batches.running
             while batch["id"] not in running or running[batch["id"]].lines.left > 1:
                 await asyncio.sleep(0.01)
+            other = await stays.enter_async_context(serving(tmp_path, model, **options))  # else it could take the batch
             assert (await other.get(f"/v1/batches/{batch['id']}"))["status"] == "in_progress"
             assert batch["id"] not in other.server.batches.running
         is_late, later = False, 601.0
