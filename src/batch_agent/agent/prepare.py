@@ -7,7 +7,7 @@ import html
 import logging
 import os
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +22,7 @@ from batch_agent.agent.cascade import (
     PEOPLE,
     Cascade,
     Entry,
+    EntryOptions,
     check_rule,
     entries_of,
     first_of,
@@ -203,6 +204,14 @@ def _check_learnt(prepared: Prepared, cascade: Cascade) -> None:
 def models_of(prepared: Prepared) -> list[Prepared]:
     """Return a run and the later entries of its cascade."""
     return [prepared, *(() if prepared.cascade is None else (entry.prepared for entry in prepared.cascade.later))]
+
+
+def entries_with_models(prepared: Prepared) -> Iterator[tuple[EntryOptions, Prepared] | str]:
+    """Yield the entries of a cascade as they were given, each with its model, and "people"."""
+    assert prepared.cascade is not None, "only a run with a cascade has entries"
+    models = iter(models_of(prepared))
+    for entry in entries_of(prepared.cascade.whole.cascade):
+        yield entry if isinstance(entry, str) else (entry, next(models))
 
 
 def place_of_backend(prepared: Prepared) -> tuple[object, ...]:

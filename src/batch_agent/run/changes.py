@@ -21,10 +21,10 @@ from typing import Literal, TypeAlias, cast
 
 from pydantic import JsonValue
 
-from batch_agent.agent.cascade import PEOPLE, entries_of
+from batch_agent.agent.cascade import PEOPLE
 from batch_agent.agent.dryrun import DryRun
 from batch_agent.agent.fingerprint import AnyWorker, matched
-from batch_agent.agent.prepare import HIDDEN, Prepared, models_of, stored_place
+from batch_agent.agent.prepare import HIDDEN, Prepared, entries_with_models, stored_place
 from batch_agent.dispatch.row_channel import RowChannel
 from batch_agent.errors import LimitExceeded, OutputError
 from batch_agent.files.read import LazyRows
@@ -102,13 +102,12 @@ def options_of(prepared: Prepared) -> JsonObject:
 
 def _entries(prepared: Prepared) -> list[JsonValue]:
     """Return the entries of a cascade, without what may be a secret."""
-    assert prepared.cascade is not None
-    models, found = iter(models_of(prepared)), list[JsonValue]()
-    for entry in entries_of(prepared.cascade.whole.cascade):
-        if isinstance(entry, str):
-            found.append(entry)
+    found: list[JsonValue] = []
+    for given in entries_with_models(prepared):
+        if isinstance(given, str):
+            found.append(given)
             continue
-        each = next(models)
+        entry, each = given
         shown = {name: _named(value) for name, value in entry.items() if name not in ("api_key", "tools", "extra_body")}
         shown |= {"model": each.model, "backend": stored_place(each.where, each.backend.name)}
         hashed = {name: entry[name] for name in ("tools", "extra_body") if name in entry}

@@ -28,7 +28,7 @@ from batch_agent.record.promise import (
     audit_key,
     row_digest,
 )
-from batch_agent.record.reader import open_run
+from batch_agent.record.reader import RunReader, open_run
 from batch_agent.record.store import RunStore, Store
 from batch_agent.run.delivery import Delivery
 from batch_agent.run.feeder import Feeder
@@ -158,13 +158,19 @@ def standing_of(run: str | RunPlace, *, settles: bool = False) -> PromiseStandin
     """Return how the promise of a recorded run stands; None if it has none. ``settles``: what is known of the audit is
     recorded first, as at the end of a run. Blocks."""
     with open_run(run) as reader:
-        if PromiseFacts.of(reader.facts()) is None:
-            return None
-    with PeopleReview.open(run) as review:
+        return standing_in(reader, settles=settles)
+
+
+def standing_in(run: RunReader, *, settles: bool = False) -> PromiseStanding | None:
+    """Return the same of a run that is open."""
+    if PromiseFacts.of(run.facts()) is None:
+        return None
+    with PeopleReview(run) as review:
+        review.catch_up()
         if settles:
             review.prepare()
         assert review.promise is not None, "the run has one"
-        return review.promise.standing(spent=review.whole.view().progress.cost)
+        return review.promise.standing(spent=run.view().progress.cost)
 
 
 def priced(run: str, text: str) -> PromiseStanding:

@@ -17,9 +17,9 @@ from typing import Any, cast
 
 from pydantic import JsonValue
 
-from batch_agent.agent.cascade import entries_of, label_of
+from batch_agent.agent.cascade import label_of
 from batch_agent.agent.fingerprint import fingerprint_of
-from batch_agent.agent.prepare import Prepared, models_of, stored_place
+from batch_agent.agent.prepare import Prepared, entries_with_models, stored_place
 from batch_agent.errors import SpecError
 from batch_agent.files.results import from_json, to_json
 from batch_agent.foreign import describe, name_of
@@ -139,15 +139,14 @@ def _resolved(module: str, name: str) -> object:
 
 def _entries(prepared: Prepared) -> list[JsonValue]:
     """Return the entries of a cascade, with the models that are known."""
-    assert prepared.cascade is not None
-    models, found = iter(models_of(prepared)), list[JsonValue]()
-    for entry in entries_of(prepared.cascade.whole.cascade):
-        if isinstance(entry, str):
-            found.append(entry)
+    found: list[JsonValue] = []
+    for given in entries_with_models(prepared):
+        if isinstance(given, str):
+            found.append(given)
             continue
+        entry, each = given
         if entry.get("api_key") is not None:
             raise SpecError("cascade: api_key would be stored with the run; set keys in the environment of each worker")
-        each = next(models)
         options: dict[str, JsonValue] = {"label": label_of(entry), "doubt": each.spec.doubt}
         for name, value in entry.items():
             if name == "tools":

@@ -30,7 +30,7 @@ from batch_agent.record.reader import RunReader, RunSnapshot, parsed
 from batch_agent.record.review import JudgedRows
 from batch_agent.record.rundir import stage_names
 from batch_agent.record.timeline import Line
-from batch_agent.run.promise import standing_of
+from batch_agent.run.promise import standing_in
 from batch_agent.trust.score import FAILED, OTHER
 from batch_agent.view.conversation import conversation, failed_attempts
 from batch_agent.view.gold import RunMarks
@@ -608,7 +608,7 @@ class RunRecord:
         ):
             return None
         try:
-            standing = standing_of(self.run.place)
+            standing = standing_in(self.run)
         except BatchAgentError:  # the rows are there without it
             return None
         return None if standing is None else {**standing.to_json(), "lines": [*standing.lines(self.run.name)]}

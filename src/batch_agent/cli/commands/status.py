@@ -36,7 +36,7 @@ from batch_agent.record.promise import PromiseStanding
 from batch_agent.record.reader import RunReader, RunSnapshot, look, open_run, runs_in
 from batch_agent.record.rundir import FORGED, SCHEMA, stage_names
 from batch_agent.record.score_reader import has_gold, score_of_run
-from batch_agent.run.promise import standing_of
+from batch_agent.run.promise import standing_in
 from batch_agent.trust.shown import brief_lines
 
 EVERY = 2.0  # seconds between two reads: another process cannot be awaited
@@ -150,7 +150,7 @@ def _promise(run: RunReader, view: RunSnapshot) -> PromiseStanding | None:
     """Return how the promise of a run stands. Of a long run it is computed when the run does not work."""
     if view.state in ALIVE and view.progress.ok + view.progress.failed > SCORED_ROWS:
         return None
-    return standing_of(run.place)
+    return standing_in(run)
 
 
 def _text(view: RunSnapshot, score: JsonObject | None, promise: PromiseStanding | None, people: People) -> str:
