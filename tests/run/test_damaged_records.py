@@ -107,11 +107,44 @@ async def test_a_damaged_session_is_an_error_until_the_run_is_copied(tmp_path: P
     assert (again, backend.requests) == (outputs, [])
 
 
-async def test_a_copy_keeps_damaged_records_damaged(tmp_path: Path) -> None:
+async def test_a_copy_leaves_out_damaged_records_and_names_their_rows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     outputs, _ = await run(tmp_path / "run", max_inflight=1)
     change(tmp_path / "run", "UPDATE record SET body = replace(body, 'said', 'Said') WHERE id = 4")
     with open_run(tmp_path / "run") as reader:
         copy_to_directory(reader, tmp_path / "copy")
+    assert "the record of row 3 is not copied; it is asked again: it is damaged" in caplog.text
+    again, backend = await run(tmp_path / "copy", resume=True)
+    assert again == outputs
+    assert [row_of(request) for request in backend.requests] == ["row 3"]
+
+
+async def test_a_damaged_key_is_an_error_until_the_run_is_copied(tmp_path: Path) -> None:
+    outputs, _ = await run(tmp_path / "run", max_inflight=1)
+    change(tmp_path / "run", "UPDATE record SET key = x'00' WHERE id = 4")
+    with pytest.raises(StoreError, match=r"the key of agent 4 is not as it was written.*batch-agent copy"):
+        await run(tmp_path / "run", resume=True)
+    with open_run(tmp_path / "run") as reader:
+        assert copy_to_directory(reader, tmp_path / "copy") == len(ROWS)
+    again, backend = await run(tmp_path / "copy", resume=True)
+    assert again == outputs
+    assert [row_of(request) for request in backend.requests] == ["row 3"]
+
+
+async def test_a_damaged_index_is_an_error_until_the_run_is_copied(tmp_path: Path) -> None:
+    outputs, _ = await run(tmp_path / "run", max_inflight=1)
+    db = sqlite3.connect(tmp_path / "run" / JOURNAL)
+    with db:
+        db.execute("DROP INDEX record_agent")
+        db.execute("CREATE INDEX record_agent ON record (agent) WHERE agent != 4")
+        db.execute("PRAGMA writable_schema = ON")
+        db.execute("UPDATE sqlite_schema SET sql = replace(sql, ' WHERE agent != 4', '') WHERE type = 'index'")
+    db.close()
+    with pytest.raises(StoreError, match=r"missing from index.*batch-agent copy"):
+        await run(tmp_path / "run", resume=True)
+    with open_run(tmp_path / "run") as reader:
+        assert copy_to_directory(reader, tmp_path / "copy") == len(ROWS)
     again, backend = await run(tmp_path / "copy", resume=True)
     assert again == outputs
     assert [row_of(request) for request in backend.requests] == ["row 3"]

@@ -183,23 +183,24 @@ async def test_a_limit_on_tokens_holds_for_what_clients_of_the_gateway_send(name
     assert {result.error.type for result in results if result.error} == {"Interrupted"}
 
 
-def test_a_file_counts_by_what_is_known_of_it() -> None:
-    def attached(part: dict[str, Any], **more: Any) -> int:
-        return client_size({"messages": [{"role": "user", "content": [part]}], **more}, None).attached
-
-    text = "data:text/plain;base64," + base64.b64encode(b"x" * 30_000).decode()
-    assert attached({"type": "file", "file": {"file_data": text}}) == 30_000
-    assert attached({"type": "file", "file": {"file_id": "file-1"}}) == IMAGE_TOKENS
-    assert attached({"type": "input_file", "file_url": "https://example.com/a.pdf"}) == IMAGE_TOKENS
-    assert (
-        attached({"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 80_000}}) == IMAGE_TOKENS
-    )
-    source = {"type": "base64", "media_type": "application/pdf", "data": "A" * 160_000}
-    assert attached({"type": "document", "source": source}) == 7_500
-    assert attached({"type": "document", "source": {"type": "text", "data": "plain"}}) == 0
-    assert attached({"type": "text", "text": "hello"}) == 0
-    assert attached({"type": "text", "text": ""}, tools=[{"type": "web_search"}, {"type": "function"}]) == IMAGE_TOKENS
-    assert attached({"type": "text", "text": ""}, previous_response_id="resp_1") == IMAGE_TOKENS
+@pytest.mark.parametrize(
+    ("part", "more", "count"),
+    [
+        ({"type": "file", "file": {"file_data": "data:application/pdf;base64," + "A" * 80_000}}, {}, 1),
+        ({"type": "file", "file": {"file_id": "file-1"}}, {}, 1),
+        ({"type": "input_file", "file_url": "https://example.com/a.pdf"}, {}, 1),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 80_000}}, {}, 1),
+        ({"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "AAAA"}}, {}, 1),
+        ({"type": "document", "source": {"type": "text", "data": "plain"}}, {}, 0),
+        ({"type": "text", "text": "hello"}, {}, 0),
+        ({"type": "text", "text": ""}, {"tools": [{"type": "web_search"}, {"type": "function"}]}, 1),
+        ({"type": "text", "text": ""}, {"previous_response_id": "resp_1"}, 1),
+    ],
+)
+def test_each_file_of_a_body_counts_like_a_picture(part: dict[str, Any], more: dict[str, Any], count: int) -> None:
+    size = client_size({"messages": [{"role": "user", "content": [part]}], **more}, None)
+    assert size.attached == count * IMAGE_TOKENS
+    assert size.prompt_bytes < 500
 
 
 def test_the_data_of_a_file_is_no_text_but_all_else_of_a_body_is() -> None:

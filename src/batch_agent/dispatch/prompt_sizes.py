@@ -30,14 +30,9 @@ CHOICES = ("n", "best_of")
 FILE_PARTS = frozenset(
     ("image", "image_url", "input_image", "audio", "audio_url", "input_audio", "video", "video_url", "file")
 ) | {"input_file", "document", "container_upload"}
-# Fields of such a part whose text is a file, or says where one is.
-FILE_FIELDS = frozenset(
-    ("data", "file_data", "file_id", "file_url", "url", "image_url", "audio_url", "video_url", "image", "video")
-)
 STORED = ("previous_response_id", "conversation", "prompt", "container")  # refer to text that the server keeps
 SERVER_TOOLS = ("web_search_options", "plugins", "search_parameters", "mcp_servers", "data_sources", "enable_search")
 CLIENT_TOOLS = (None, "function", "custom", "namespace")  # all others run at the server, and add to the prompt
-BYTES_PER_FILE_TOKEN = 16  # of a file that is not text: a guess, corrected by the server's counts
 
 
 @value_type
@@ -173,13 +168,13 @@ def _shape_size(shape: RequestShape, max_tokens: int | None) -> RequestSize:
 
 def client_size(fields: Mapping[str, JsonValue], max_tokens: int | None) -> RequestSize:
     """Return the size of a body, or of the fields that a user adds to one. ``max_tokens`` is the limit of the run."""
-    files, payload_bytes = _files(fields)
+    files, part_bytes = _files(fields)
     tools = fields.get("tools")
     for tool in tools if isinstance(tools, list) else ():
         if isinstance(tool, dict) and tool.get("type") not in CLIENT_TOOLS:
             files += IMAGE_TOKENS
     files += IMAGE_TOKENS * sum(fields.get(name) is not None for name in (*STORED, *SERVER_TOOLS))
-    size = max(0, len(to_json(fields)) - payload_bytes)
+    size = max(0, len(to_json(fields)) - part_bytes)
     inner = fields.get("additionalModelRequestFields")
     given = {**fields, **inner} if isinstance(inner, dict) else fields
     choices = max([1, *(number for name in CHOICES if (number := _whole(given.get(name))))])
@@ -208,8 +203,8 @@ def _whole(value: JsonValue) -> int | None:
 
 
 def _files(fields: Mapping[str, JsonValue]) -> tuple[int, int]:
-    """Return the usual tokens of all pictures and files, and the bytes of their data, which are not text."""
-    tokens = payload_bytes = 0
+    """Return the usual tokens of all pictures and files, and the bytes of their parts, which are not text."""
+    tokens = part_bytes = 0
     rest: list[object] = list(fields.values())
     while rest:
         value = rest.pop()
@@ -217,11 +212,11 @@ def _files(fields: Mapping[str, JsonValue]) -> tuple[int, int]:
             rest += value
         elif isinstance(value, Mapping):
             if _is_file(value):
-                weight, data = _weight(value)
-                tokens, payload_bytes = tokens + weight, payload_bytes + data
+                tokens += IMAGE_TOKENS
+                part_bytes += len(to_json(value))
             else:
                 rest += value.values()
-    return tokens, payload_bytes
+    return tokens, part_bytes
 
 
 def _is_file(part: Mapping[str, object]) -> bool:
@@ -232,27 +227,3 @@ def _is_file(part: Mapping[str, object]) -> bool:
         return False
     source = part.get("source")
     return not (isinstance(source, Mapping) and source.get("type") in ("text", "content"))
-
-
-def _weight(part: Mapping[str, object]) -> tuple[int, int]:
-    """Return the usual tokens of a file, and the bytes of its data."""
-    tokens = payload_bytes = 0
-    rest: list[tuple[str, object]] = list(part.items())
-    media = ""
-    while rest:
-        name, value = rest.pop()
-        if isinstance(value, Mapping):
-            media = str(value.get("media_type") or media)
-            rest += value.items()
-        elif isinstance(value, list):
-            rest += [(name, item) for item in value]
-        elif isinstance(value, str) and name in FILE_FIELDS:
-            head, has_data, data = value.partition(";base64,")
-            payload_bytes += size_bytes(value)
-            kind = head.removeprefix("data:") if has_data else media
-            decoded = len(data or value) * 3 // 4
-            if kind.startswith("text/") or kind == "application/json":
-                tokens += decoded
-            elif not kind.startswith("image/"):
-                tokens += decoded // BYTES_PER_FILE_TOKEN
-    return max(IMAGE_TOKENS, tokens), payload_bytes

@@ -174,7 +174,7 @@ def bridged(bridge: Any) -> WorkStore:
         except ray.exceptions.RayError as error:
             raise StoreError(f"the driver of this run is unreachable: {reason_of(error)}") from None
 
-    return ServedStore.of(exchange)
+    return ServedStore(exchange)
 
 
 def reason_of(error: BaseException) -> str:

@@ -717,7 +717,9 @@ class _Agents:
         if guess and guess[0].content == row and _likeness(guess, record) == EXACT:
             return guess
         self._catch_up()
-        found = [self.steps(agent) for agent in self._by_row.get(row, ())]
+        found = [
+            steps for agent in self._by_row.get(row, ()) if (steps := self.steps(agent))
+        ]  # a damaged index has none
         best = max((_likeness(steps, record) for steps in found), default=0)
         alike = [steps for steps in found if _likeness(steps, record) == best]
         if len(alike) < 2:

@@ -11,9 +11,6 @@ import json
 import logging
 import os
 import sqlite3
-import struct
-import sys
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -61,7 +58,9 @@ CREATE INDEX record_agent ON record (agent);
 CREATE TABLE fact (name TEXT PRIMARY KEY, value TEXT NOT NULL, "check" INTEGER) WITHOUT ROWID;
 """
 COUNTS = "ok, failed, resumed, tokens, cost, leased_tokens, leased_cost, learnt"
-OWNED, OWNER = 1 << 62, 0x3FFF_FFFF  # a checksum with this bit says in the 30 bits below it whose record it is
+# The checksum of a record has two parts: the upper one is of its owner alone, so that whose record it is can be checked
+# without reading its body; the lower 32 bits are of everything. Bit 62 is set in each.
+OWNED, OWNER = 1 << 62, 0x3FFF_FFFF
 CHECK = 'CAST("check" AS INTEGER)'
 # A damaged value may have any type.
 OWNER_COLUMNS = "ifnull(agent, 0) & -1, CAST(ifnull(key, '') AS BLOB), CAST(ifnull(row, '') AS BLOB)"
@@ -92,7 +91,6 @@ class SqliteJournal:
         self._full: bool | None = None  # whether commits are synced
         self._by_row = False
         self._claimed: dict[int, bytearray] = {}  # a byte for each recorded agent, in pieces of PIECE
-        self._lost: dict[bytes, int] = {}  # agents of which it is damaged whose they are, by their keys and rows
 
     @classmethod
     def open(cls, path: Path, *, begun: bool = True) -> Self:
@@ -100,7 +98,6 @@ class SqliteJournal:
         here. Raises StoreError if it cannot be used."""
         was_there = begun and path.exists()
         with _explained(path):
-            _check_log(path)
             with suppress(OSError):  # SQLite reports the error below, and gives its side files the same mode
                 os.close(private(path, os.O_RDWR | os.O_CREAT))
             journal = cls(_connect(path.resolve().as_uri(), BUSY, check_same_thread=False), path)
@@ -116,34 +113,15 @@ class SqliteJournal:
         version = _version(db, self._path)
         if version is None and was_there:
             raise _damaged(self._path, "it is empty")
-        if version is not None:
-            self._check_structure()
+        # SQLite might return fewer records of a damaged file without an error.
+        if version is not None and (faults := _faults(db)):
+            raise _damaged(self._path, faults)
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA temp_store = FILE")
         if version is None:
             db.executescript(
                 f"BEGIN; {SCHEMA} PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {FORMAT}; COMMIT"
             )
-
-    def _check_structure(self) -> None:
-        """Raise StoreError if the file is not a sound database: SQLite itself might return fewer records without an
-        error. A wrong index is made again."""
-        db = self._db
-        faults = _faults(db)
-        if not faults:
-            return
-        db.execute("BEGIN IMMEDIATE")
-        try:
-            db.execute("REINDEX record_agent")
-            left = _faults(db)
-        except sqlite3.DatabaseError:
-            left = faults
-        if left:
-            if db.in_transaction:
-                db.execute("ROLLBACK")
-            raise _damaged(self._path, faults)
-        db.execute("COMMIT")
-        logger.warning("%s: the index of the records was damaged (%s) and was made again", self._path, faults)
 
     def begin(self, fingerprint: bytes, started: str) -> None:
         with _explained(self._path), self._whole_change():
@@ -193,8 +171,7 @@ class SqliteJournal:
         is on disk at the latest together with the next steps."""
         values: list[object] = []
         for step in steps:
-            owner = _owner(step.agent, step.key, step.content)
-            check = OWNED | (owner & OWNER) << 32 | crc32(step.body, owner ^ step.kind)
+            check = _checksum(step)
             # Python's sqlite3 looks for an adapter of each parameter that is bytes, which takes longer than the copy.
             key, content, body = bytearray(step.key), bytearray(step.content), bytearray(step.body)
             values += (step.agent, key, content, step.kind, body, check)
@@ -253,14 +230,12 @@ class SqliteJournal:
         # In a grouped row, SQLite takes the columns from the record with the maximum. Keys and rows are hashes of
         # different things, so they can share one table.
         rank = f"CASE kind WHEN {ENDED} THEN {RANKS[ENDED]} WHEN {FAILED} THEN {RANKS[FAILED]} ELSE 1 END"
-        lost: set[int] = set()
+        damaged: list[int] = []
 
         def is_owned(agent: int, key: bytes, row: bytes, check: int | None) -> bool:
-            if _is_owned(agent, key, row, check):
-                return True
-            lost.add(agent)
-            self._lost |= {key: agent, row: agent}
-            return False
+            if not (owned := _is_owned(agent, key, row, check)):
+                damaged.append(agent)
+            return owned
 
         self._db.create_function("is_owned", 4, is_owned)
         self._db.execute(
@@ -269,8 +244,11 @@ class SqliteJournal:
             f"is_owned({OWNER_COLUMNS}, {CHECK}) AS owned, max(id) FROM record GROUP BY agent) "
             "WHERE owned ORDER BY 1, 2, 3"
         )
-        for agent in lost:
-            self._lost |= {name: agent for step in self.kept_steps(agent) for name in (step.key, step.content)}
+        if damaged:
+            raise self._unowned(damaged[0])
+
+    def _unowned(self, agent: int) -> StoreError:
+        return _damaged(self._path, f"the key of agent {agent} is not as it was written")
 
     def recorded(self, fingerprint: str | None, *, forced: bool = False) -> Iterator[RecordedRow]:
         """Yield the recorded agents. ``fingerprint`` is that of the answers of a user's worker: those to another one
@@ -282,7 +260,7 @@ class SqliteJournal:
                 f"SELECT {columns} FROM record GROUP BY agent"
             ):
                 if not _is_owned(agent, key, row, check):
-                    continue
+                    raise self._unowned(agent)
                 rank = RANKS.get(kind, 1)
                 if rank == 0 and fingerprint is not None and not _is_answer(kind, last, fingerprint):
                     rank = 1
@@ -304,11 +282,10 @@ class SqliteJournal:
                 for place, step in zip(places, steps, strict=True):
                     # An answer that is kept by force keeps the key of its own question, under which it is found again.
                     key = step.key if adoption.forced else adoption.key
-                    owner = _owner(agent, key, adoption.content)
-                    check = OWNED | (owner & OWNER) << 32 | crc32(step.body, owner ^ step.kind)
+                    adopted = KeptStep(agent, key, adoption.content, step.kind, step.body)
                     self._db.execute(
                         'UPDATE record SET key = ?, row = ?, "check" = ? WHERE id = ?',
-                        (key, adoption.content, check, place),
+                        (key, adoption.content, _checksum(adopted), place),
                     )
 
     def claim_steps(self, wanted: Sequence[Identity], rows: Sequence[int] = ()) -> list[tuple[KeptStep, ...]]:
@@ -331,17 +308,7 @@ class SqliteJournal:
                     return steps
                 # One unreadable record must not block the others.
                 self._warn(row, past.unreadable)
-        return self._claim_lost(identity, row) if self._lost else ()
-
-    def _claim_lost(self, identity: Identity, row: int | None) -> tuple[KeptStep, ...]:
-        """Return the steps of an agent of this row whose owner is damaged, if it began a write. Else the row is named,
-        and asked again."""
-        agent = self._lost.get(identity.key, self._lost.get(identity.row))
-        if agent is None:
-            return ()
-        steps = self.kept_steps(agent)
-        self._warn(row, f"the key of agent {agent} in the journal is damaged")
-        return steps if any(step.kind == CALL_BEGUN for step in steps) else ()
+        return ()
 
     def _warn(self, row: int | None, reason: str) -> None:
         whose = "one row" if row is None else f"row {row}"
@@ -427,6 +394,11 @@ def _is_answer(kind: int, body: bytes, fingerprint: str) -> bool:
     return not isinstance(ended, Ended) or ended.output is None or ended.fingerprint == fingerprint
 
 
+def _checksum(step: KeptStep) -> int:
+    owner = _owner(step.agent, step.key, step.content)
+    return OWNED | (owner & OWNER) << 32 | crc32(step.body, owner ^ step.kind)
+
+
 def _is_owned(agent: int, key: bytes, row: bytes, check: int | None) -> bool:
     """Return whether a record says correctly whose it is."""
     return check is not None and check >> 32 == (OWNED >> 32 | _owner(agent, key, row) & OWNER)
@@ -446,51 +418,6 @@ def _faults(db: sqlite3.Connection) -> str:
     found = [" ".join(line.split()) for (line,) in db.execute("PRAGMA integrity_check(20)")]
     # The checksum of a record shows that it has NULL where a value was.
     return "; ".join([line for line in found if line != "ok" and not line.startswith("NULL value in record.")][:3])
-
-
-def _check_log(path: Path) -> None:
-    """Raise StoreError if SQLite would ignore commits in the write-ahead log, as it does after a damaged frame."""
-    log, lost = path.with_name(f"{path.name}-wal"), 0
-    with suppress(OSError):  # SQLite reports it
-        lost = lost_commits(log.read_bytes())
-    if lost:
-        raise _damaged(path, f"{lost} commits in its log {log.name} cannot be read")
-
-
-def lost_commits(log: bytes) -> int:
-    """Return how many commits follow a damaged place in a write-ahead log. The last one does not count: it may be
-    incomplete, because a kill or a loss of power interrupted it. The file has a head of 32 bytes, and frames of a head
-    of 24 bytes and a page; checksums continue from frame to frame (https://www.sqlite.org/walformat.html)."""
-    if len(log) < 32:
-        return 0
-    magic, _, size, _, *salts = struct.unpack_from(">6I", log)
-    order = "big" if magic & 1 else "little"
-
-    def checksum(start: int, end: int, sums: tuple[int, ...] = (0, 0)) -> tuple[int, int]:
-        words = array("I", log[start:end])
-        if order != sys.byteorder:
-            words.byteswap()
-        first, second = sums
-        for odd, even in zip(words[::2], words[1::2], strict=True):
-            first = first + odd + second & 0xFFFF_FFFF
-            second = second + even + first & 0xFFFF_FFFF
-        return first, second
-
-    sums = checksum(0, 24)
-    if sums != struct.unpack_from(">2I", log, 24):
-        return 1  # the head
-    whole, is_commit, lost = True, False, 0
-    for start in range(32, len(log) - size - 23, size + 24):
-        _, commits, *given = struct.unpack_from(">6I", log, start)
-        if given[:2] != salts:  # a frame of an earlier log, or a damaged one
-            whole = False
-            continue
-        lost += is_commit and not whole
-        if whole:
-            sums = checksum(start + 24, start + 24 + size, checksum(start, start + 8, sums))
-            whole = sums == tuple(given[2:])
-        is_commit = bool(commits) and not whole
-    return lost
 
 
 def _connect(address: str, timeout: float = 5.0, **options: bool) -> sqlite3.Connection:

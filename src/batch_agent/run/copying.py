@@ -24,7 +24,7 @@ from batch_agent.messages import JsonObject
 from batch_agent.record.keys import Keys
 from batch_agent.record.private import DIRECTORY, private
 from batch_agent.record.promise import HEAD
-from batch_agent.record.reader import RunReader, RunSnapshot, UnfinishedRow, result_line_of
+from batch_agent.record.reader import RunReader, RunSnapshot, UnfinishedRow, past_of, result_line_of
 from batch_agent.record.review import copy_log
 from batch_agent.record.row_json import encode_record, encode_row
 from batch_agent.record.rundir import FAILURES, GOLD, JOBS, JOURNAL, RESULTS, RUN, SUMMARY
@@ -115,7 +115,10 @@ def _rows(reader: RunReader, unfinished: Callable[[], Iterable[UnfinishedRow]]) 
         steps: Sequence[KeptStep] = ()
         try:
             steps = reader.steps(place, record)
+            if steps and past_of(steps) is None:
+                raise StoreError("it is damaged")
         except StoreError as error:  # a damaged journal
+            steps = ()
             logger.warning("the record of row %s is not copied; it is asked again: %s", record["job_id"], error)
         yield _Row(cast(int, record["index"]), record.get("input"), record, steps, name)
     try:
