@@ -1,8 +1,18 @@
-"""An agent: its loop (``tool_loop``), its row while a worker works on it (``Work``), its life from start to result.
+"""An agent: its loop (``tool_loop``), and a row from its start to its result (``Agent``).
 
-An agent owns its conversation and its tally. Slots, tools and the backend belong to the run (``Resources``). A failure
-of this job alone is a JobError and becomes part of its result. Any other exception is a bug of this package and stops
-the run.
+An agent owns the record of its row, its tally and its tool calls. Its conversation is a ``Dialogue``. Slots, tools and
+the backend belong to the run (``Resources``). A failure of this job alone is a JobError and becomes part of its result.
+Any other exception is a bug of this package and stops the run.
+
+Replay is by content. A recorded request is found by its digest (messages, model, tools, sampling, schema) and by the
+number of equal requests before it; a tool call in the same way by its name and arguments. So a worker may send many
+requests at once, and in another order after a resume. What is not recorded is sent; by the tool loop only when no
+recorded answers are left. An answer is on disk before anything depends on it, and a call that may write is on disk
+before it starts.
+
+The tool loop and built-in workers get one ``Dialogue``, whose messages follow from the row. They run again from their
+start and reach the same state, so their actions must depend only on the row and on the answers. A user's worker gets an
+``AgentContext``, and its output is recorded.
 """
 
 from __future__ import annotations
@@ -10,14 +20,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from pydantic import JsonValue
 
-from batch_agent.agent.dialogue import Dialogue, EarlyCalls, Resources, Send, Tally
+from batch_agent.agent.dialogue import Dialogue, EarlyCalls, Resources, Send
 from batch_agent.agent.transcript import transcript
 from batch_agent.agent.workplace import Workplace
 from batch_agent.backends.base import ModelRequest, RequestShape
@@ -34,7 +44,7 @@ from batch_agent.errors import (
     StoreError,
 )
 from batch_agent.events import ToolFinished, ToolStarted
-from batch_agent.job import JOINED, AgentError, AgentResult, BaseResult, Job
+from batch_agent.job import JOINED, AgentError, AgentResult, BaseResult, Job, Timings
 from batch_agent.messages import (
     Attachment,
     Conversation,
@@ -42,9 +52,11 @@ from batch_agent.messages import (
     Message,
     Reply,
     ToolCall,
+    Usage,
     content_shown,
     with_images,
 )
+from batch_agent.observe.metrics import LiveAgent
 from batch_agent.record.journal import UNKNOWN_OUTCOME, FailedBefore, Trail
 from batch_agent.record.replay import Call as RecordedCall
 from batch_agent.record.replay import Key, WorkReplay, writes_of
@@ -67,7 +79,16 @@ from batch_agent.value_type import value_type
 if TYPE_CHECKING:
     from batch_agent.agent.user_worker import UserWorker
 
+T = TypeVar("T")
 InnerWorker: TypeAlias = Callable[[object, Dialogue], Awaitable[object]]
+
+ENDED = "the row of this context has ended: it accepts no more requests or calls"
+NO_USAGE = Usage()
+NO_ARTIFACTS: Mapping[str, Path] = {}
+UNREADABLE = (
+    "the record of this row is damaged, and it contains a write that was begun: the row is not run again, because "
+    "that could write twice. Check what it wrote; to run it again, give the row another id. ({reason})"
+)
 
 
 async def tool_loop(row: object, dialogue: Dialogue) -> object:
@@ -92,23 +113,6 @@ async def tool_loop(row: object, dialogue: Dialogue) -> object:
             shape = shapes.repair
 
 
-# One row while a worker works on it: its tally, its record, its tool calls, and the tasks that it started.
-#
-# Replay is by content. A recorded request is found by its digest (messages, model, tools, sampling, schema) and by
-# the number of equal requests before it; a tool call in the same way by its name and arguments. So a worker may send
-# many requests at once, and in another order after a resume. What is not recorded is sent; by the tool loop only when
-# no recorded answers are left. An answer is on disk before anything depends on it, and a call that may write is on
-# disk before it starts.
-#
-# The tool loop and built-in workers get one ``Dialogue``, whose messages follow from the row. They run again from
-# their start and reach the same state, so their actions must depend only on the row and on the answers. A user's
-# worker gets an ``AgentContext``, and its output is recorded.
-
-T = TypeVar("T")
-ENDED = "the row of this context has ended: it accepts no more requests or calls"
-NO_ARTIFACTS: Mapping[str, Path] = {}
-
-
 @value_type
 class CallOutcome:
     """The end of a tool call. ``unknown``: it was interrupted, may have written, and is not repeated."""
@@ -123,11 +127,62 @@ class CallOutcome:
         return Message("tool", content, tool_call_id=call.id, tool_name=call.name)
 
 
-class Work:
-    """``text`` is the model's latest text. ``failure`` is a final error: the worker's return value cannot replace it.
-    ``repaired``: the JSON of the output was repaired. ``truncated``: a text that was cut at max_tokens was kept.
-    ``worker`` is the user's; None for the tool loop and built-in workers. ``conversation`` is the row's own: the shared
-    messages, the task, and later messages."""
+@dataclass(slots=True)
+class Tally:
+    """What one agent has used so far. Times in seconds. ``counted`` is the agent in the metrics of the run."""
+
+    counted: LiveAgent | None = None
+    sent: int = 0  # requests that left
+    retries: int = 0  # requests sent again, and answers requested again
+    again: bool = False  # the next request is one of these
+    turns: int = 0  # complete answers
+    usage: Usage = NO_USAGE
+    cost: float | None = None  # $, of the turns whose price is known
+    queued: float = 0.0
+    inference: float = 0.0
+    tool_wait: float = 0.0
+    first_token: float | None = None
+    before: float = 0.0  # seconds spent in earlier sessions
+    answered_by: tuple[str, ...] = ()  # "" for the model that was asked, and the models of standbys
+
+    @property
+    def attempts(self) -> int:
+        return 1 + self.retries if self.sent else 0
+
+    def add(self, reply: Reply, cost: float | None) -> None:
+        self.turns += 1
+        self.usage = reply.usage if self.usage is NO_USAGE else self.usage + reply.usage
+        if cost is not None:
+            self.cost = cost + (self.cost or 0.0)
+        if self.first_token is None:
+            self.first_token = reply.first_token
+        if reply.answered_by not in self.answered_by:
+            self.answered_by += (reply.answered_by,)
+
+    def pay(self, usage: Usage, cost: float | None) -> None:
+        self.usage += usage
+        if cost is not None:
+            self.cost = cost + (self.cost or 0.0)
+
+    def take_over(self, spent: Spent) -> None:
+        self.sent, self.retries, self.cost, self.before = spent.sent, spent.retries, spent.cost, spent.total
+        self.again = False
+        self.queued, self.inference, self.tool_wait = spent.queued, spent.inference, spent.tool_wait
+
+    def spent(self, seconds: float) -> Spent:
+        """Return everything spent. ``seconds`` is the agent's lifetime in this session."""
+        total = self.before + seconds
+        return Spent(self.sent, self.retries, self.queued, self.inference, self.tool_wait, total, self.cost)
+
+    def timings(self, total: float) -> Timings:
+        return Timings(self.queued, self.inference, self.tool_wait, total, self.first_token)
+
+
+class Agent:
+    """A row while it is worked on. ``trail`` is its record. ``worker`` is the tool loop, a built-in worker, or the
+    user's. ``wrote`` are calls of earlier entries of a cascade that may have written."""
+
+    works = True  # unlike a row with samples, between two of them
 
     def __init__(
         self,
@@ -137,15 +192,26 @@ class Work:
         worker: InnerWorker | UserWorker,
         wrote: Sequence[RecordedCall] = (),
     ) -> None:
-        self.job, self.r, self.trail = job, resources, trail
-        self.written: list[RecordedCall] = []  # calls of this session that may have written
-        self.worker: UserWorker | None = None
+        self.job = job
+        self.r = resources
+        self.trail = trail
         self.tally = Tally(resources.emit.metrics.agent(resources.run, job.index))
         self.progress = AgentForecast(key=job.affinity, model=resources.shapes.first.model)
-        self.text = ""
-        self.repaired = self.truncated = False
+        self.text = ""  # the model's latest
+        # Its end
+        self.tasks: Sequence[asyncio.Task[None]] = ()  # the tasks that run it until its result is delivered
+        self._task: asyncio.Task[object] | None = None  # while it works
+        self.stopped_by: JobError | None = None  # the error of an early stop
+        self.failure: JobError | StoreError | None = None  # final: the worker's return value cannot replace it
+        self.error: JobError | None = None
+        self._verdict: AgentError | None = None
+        self._output: object = None
+        self.recorded: AgentResult[object] | None = None  # its result, once it is being written to disk
+        self.repaired = False  # the JSON of the output was repaired
+        self.truncated = False  # a text that was cut at max_tokens was kept
         self.doubts: Mapping[str, float | None] | None = None  # of the output, by field
-        self.failure: JobError | StoreError | None = None
+        self.written: list[RecordedCall] = []  # calls of this session that may have written
+        # Its requests
         self.ticket: Ticket | None = None  # a slot that was already requested
         self.asking: ModelRequest | None = None  # the latest request in flight
         self.latest: tuple[Conversation, int] | None = None  # the conversation of the latest answer, and its length
@@ -155,23 +221,21 @@ class Work:
         self._loop, self._clock = slots.loop, slots.clock
         self._began = self._clock()
         self._closed = False
-        if callable(worker):
-            self._inner = worker
-            self.conversation = Conversation((Message("user", content_of(job)),), parent=resources.shared)
-        else:
-            self.worker = worker
-            own = (Message("user", content_of(job)),) if job.prompt else ()
-            self.conversation = Conversation(own, parent=resources.shared)
+        self._worker = worker
+        self.worker: UserWorker | None = None if callable(worker) else worker  # None for built-in workers too
+        own = () if self.worker is not None and not job.prompt else (Message("user", content_of(job)),)
+        self.conversation = Conversation(own, parent=resources.shared)  # the row's own
+        if self.worker is not None:
             self._progress_of: dict[str, AgentForecast] = {}  # for models other than the run's
-            self._tasks: set[asyncio.Task[Any]] = set()
+            self._started: set[asyncio.Task[Any]] = set()  # by the worker
             self._writing: set[asyncio.Future[None]] = set()  # calls that may write
             self._calls = 0
             self._key = ""  # API key at the gateway; created at first use
             self._place: Workplace | None = None  # created at first use
-            self._output: str | None = None  # the worker's return value as JSON
-        past, user = trail.past, self.worker is not None
+            self._returned: str | None = None  # the worker's return value as JSON
+        past = trail.past
         has_steps = past.turns or past.worked or past.left is not None
-        is_replayed = has_steps or wrote or (user and trail.records)
+        is_replayed = has_steps or wrote or (self.worker is not None and trail.records)
         self.replay = WorkReplay(past, checks=trail.checks, wrote=wrote) if is_replayed else None
         if has_steps or trail.has_past:
             self._count_past()
@@ -191,16 +255,62 @@ class Work:
         if past.spent is not None:
             self.tally.take_over(past.spent)
 
-    def run(self) -> Awaitable[object]:
-        """Return the worker's output. Raises JobError."""
-        trail, r = self.trail, self.r
-        if trail.past.failed is not None and not trail.retried:
-            raise FailedBefore(trail.past.failed)
-        if self.worker is not None:
-            return self._run_user(self.worker)
-        # Only the worker holds the dialogue: a cycle for each row would keep the garbage collector busy.
-        own = Dialogue(self, self.conversation, r.shapes, r.schema, max_turns=r.max_turns, compacts=True)
-        return self._inner(self.job.input, own)
+    # Its life
+
+    async def run(self, ticket: Ticket | None) -> AgentResult[object]:
+        """Return the result, with a JobError as part of it. ``ticket``: a slot already requested."""
+        r, past, deadline = self.r, self.trail.past, self.r.timeout_per_agent
+        working: Awaitable[object]
+        self.ticket = ticket
+        limit = None if deadline is None else asyncio.timeout(max(0.0, deadline - self.seconds_before))
+        self._task = task = asyncio.current_task(self._loop)
+        if self.stopped_by is not None and task is not None:
+            task.cancel()
+        try:
+            if past.unreadable:
+                raise RecordUnreadable(UNREADABLE.format(reason=past.unreadable))
+            if past.failed is not None and not self.trail.retried:
+                raise FailedBefore(past.failed)
+            if callable(self._worker):  # the tool loop, or a built-in worker
+                own = Dialogue(self, self.conversation, r.shapes, r.schema, max_turns=r.max_turns, compacts=True)
+                working = self._worker(self.job.input, own)
+            else:
+                working = self._run_user(self._worker)
+            if limit is None:
+                self._output = await working
+            else:
+                async with limit:
+                    self._output = await working
+            if self.failure is not None:
+                raise self.failure
+        except TimeoutError:
+            if limit is None or not limit.expired():
+                raise
+            turns = self.tally.turns
+            self.fail(AgentTimeout(f"timeout_per_agent, {deadline:g} s, is over after {turns} answers of the model"))
+        except JobError as error:
+            self.fail(error)
+        except asyncio.CancelledError:
+            if self.stopped_by is None or task is None or task.uncancel():  # another cancellation is for the whole run
+                raise
+            self.fail(self.stopped_by)
+        finally:
+            self._task = None
+            await self.close()
+        return self.result()
+
+    def stop(self, error: JobError) -> None:
+        """End the agent now with this error, unless it has ended."""
+        if self.stopped_by is None:
+            self.stopped_by = error
+            if self._task is not None:
+                self._task.cancel()
+
+    def anew(self) -> Agent:
+        """Return an agent for the same job that starts again."""
+        again = Agent(self.job, self.r, self.trail.anew(), self._worker)
+        again.tasks = self.tasks
+        return again
 
     async def _run_user(self, worker: UserWorker) -> object:
         trail = self.trail
@@ -210,7 +320,7 @@ class Work:
         if trail.has_past or trail.past.left is not None:
             await self._loop.run_in_executor(None, worker.places.clear, trail.agent)
         returned = await worker.run(self)
-        self._output, output, self.repaired = worker.written(returned)
+        self._returned, output, self.repaired = worker.written(returned)
         return output
 
     @property
@@ -439,7 +549,7 @@ class Work:
             work.close()
             raise
         task = self._loop.create_task(work)
-        self._tasks.add(task)
+        self._started.add(task)
         task.add_done_callback(self._task_ended)
         try:
             return await task
@@ -449,7 +559,7 @@ class Work:
             raise
 
     def _task_ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
+        self._started.discard(task)
         error = None if task.cancelled() else task.exception()
         if isinstance(error, Interrupted | StoreError) and self.failure is None:
             self.failure = error  # final, even if the worker catches it
@@ -488,11 +598,11 @@ class Work:
         if self._key:
             self.worker.gateway.dismiss(self._key)
         cancelled: asyncio.CancelledError | None = None
-        while self._tasks:
-            for task in self._tasks:
+        while self._started:
+            for task in self._started:
                 task.cancel()
             try:
-                await asyncio.wait(self._tasks)
+                await asyncio.wait(self._started)
             except asyncio.CancelledError as error:
                 cancelled = error
         if self._place is not None and not self.worker.places.keeps:
@@ -528,22 +638,6 @@ class Work:
         asks = past.asked
         return conversation_of_ask(asks, len(asks) - 1, shared.messages) if asks else self.conversation.messages
 
-    def end(self, verdict: AgentError | None) -> None:
-        """Record the end of the agent, unless it is recorded."""
-        trail = self.trail
-        if not trail.records or trail.stays_failed or self._kept is not None:
-            return
-        if self.worker is None and not trail.fresh:
-            return
-        if verdict is not None:
-            self.record_answer()
-            trail.add(Failed(verdict, self.text, self.spent()))
-        elif self.worker is None:
-            trail.add(Ended(self.spent(), None, "", *(self.answered or ())))
-        else:
-            fingerprint = self.worker.fingerprint
-            trail.add(Ended(self.spent(), self._output, fingerprint, truncated=self.truncated))
-
     @property
     def seconds_before(self) -> float:
         """Seconds that earlier sessions worked in this conversation."""
@@ -574,143 +668,65 @@ class Work:
             "cost": tally.cost,
         }
 
-
-UNREADABLE = (
-    "the record of this row is damaged, and it contains a write that was begun: the row is not run again, because "
-    "that could write twice. Check what it wrote; to run it again, give the row another id. ({reason})"
-)
-
-
-class Agent:
-    works = True  # unlike a row with samples, between two of them
-
-    def __init__(
-        self,
-        job: Job,
-        resources: Resources,
-        trail: Trail,
-        worker: InnerWorker | UserWorker,
-        wrote: Sequence[RecordedCall] = (),
-    ) -> None:
-        self.job = job
-        self.error: JobError | None = None
-        self.recorded: AgentResult[object] | None = None  # its result, once it is being written to disk
-        self._verdict: AgentError | None = None
-        self._output: object = None
-        self.stopped_by: JobError | None = None  # the error of an early stop
-        self._task: asyncio.Task[object] | None = None  # while it works
-        self.tasks: Sequence[asyncio.Task[None]] = ()  # the tasks that run it until its result is delivered
-        self._deadline = resources.timeout_per_agent
-        self._trail = trail
-        self._worker = worker
-        self._work = Work(job, resources, trail, worker, wrote)
-
-    async def run(self, ticket: Ticket | None) -> AgentResult[object]:
-        """Return the result, with a JobError as part of it. ``ticket``: a slot already requested."""
-        work, deadline = self._work, self._deadline
-        work.ticket = ticket
-        limit = None if deadline is None else asyncio.timeout(max(0.0, deadline - work.seconds_before))
-        self._task = task = asyncio.current_task(work.r.dispatcher.slots.loop)
-        if self.stopped_by is not None and task is not None:
-            task.cancel()
-        try:
-            if self._trail.past.unreadable:
-                raise RecordUnreadable(UNREADABLE.format(reason=self._trail.past.unreadable))
-            if limit is None:
-                self._output = await work.run()
-            else:
-                async with limit:
-                    self._output = await work.run()
-            if work.failure is not None:  # the worker's output cannot replace this failure
-                raise work.failure
-        except TimeoutError:
-            if limit is None or not limit.expired():
-                raise
-            turns = work.tally.turns
-            self.fail(AgentTimeout(f"timeout_per_agent, {deadline:g} s, is over after {turns} answers of the model"))
-        except JobError as error:
-            self.fail(error)
-        except asyncio.CancelledError:
-            if self.stopped_by is None or task is None or task.uncancel():  # another cancellation is for the whole run
-                raise
-            self.fail(self.stopped_by)
-        finally:
-            self._task = None
-            await work.close()
-        return self.result()
-
-    def stop(self, error: JobError) -> None:
-        """End the agent now with this error, unless it has ended."""
-        if self.stopped_by is None:
-            self.stopped_by = error
-            if self._task is not None:
-                self._task.cancel()
-
-    def anew(self, resources: Resources) -> Agent:
-        """Return an agent for the same job that starts again."""
-        again = Agent(self.job, resources, self._trail.anew(), self._worker)
-        again.tasks = self.tasks
-        return again
-
-    def conversation(self) -> JsonObject:
-        """Return the messages so far, and the answer that is being streamed."""
-        return self._work.shown()
-
     def fail(self, error: JobError) -> None:
         self.error, self._output = error, None
         self._verdict = error.failed.error if isinstance(error, FailedBefore) else AgentError.of(error)
 
     def record_end(self, result: AgentResult[object]) -> None:
-        """Record the end of the agent in its trail. An interrupted agent has not ended."""
+        """Record the end of the agent, unless it is recorded. An interrupted agent has not ended."""
         if isinstance(self.error, Interrupted):
             return
-        if not self._trail.past.unreadable:  # nothing is added to an unreadable record
-            self._work.end(self._verdict)
         self.recorded = result
-
-    async def settle(self) -> None:
-        await self._trail.settle()
+        trail, verdict = self.trail, self._verdict
+        if not trail.records or trail.past.unreadable or trail.stays_failed or self._kept is not None:
+            return
+        if self.worker is None and not trail.fresh:
+            return
+        if verdict is not None:
+            self.record_answer()
+            trail.add(Failed(verdict, self.text, self.spent()))
+        elif self.worker is None:
+            trail.add(Ended(self.spent(), None, "", *(self.answered or ())))
+        else:
+            trail.add(Ended(self.spent(), self._returned, self.worker.fingerprint, truncated=self.truncated))
 
     def result(self) -> AgentResult[object]:
-        work, tally = self._work, self._work.tally
-        job, verdict = self.job, self._verdict
-        # By position: each row comes here, and 18 names take as long as the rest.
+        job, tally, verdict = self.job, self.tally, self._verdict
+        ok = verdict is None
         result: BaseResult[object] = BaseResult(
-            *(job.index, job.job_id, job.input, verdict is None, self._output, verdict),
-            *(tally.attempts, tally.turns, tally.usage, tally.cost, tally.timings(work.seconds())),
-            *(_kept(work.messages), work.text, work.repaired and verdict is None, work.truncated and verdict is None),
-            *(not self._trail.fresh, 1, job.shortened, work.artifacts),
+            job.index,
+            job.job_id,
+            job.input,
+            ok,
+            self._output,
+            verdict,
+            attempts=tally.attempts,
+            turns=tally.turns,
+            usage=tally.usage,
+            cost=tally.cost,
+            timings=tally.timings(self.seconds()),
+            # Images become placeholders, because results stay in memory.
+            messages=tuple(
+                [
+                    each if isinstance(each.content, str) else replace(each, content=content_shown(each.content))
+                    for each in self.messages
+                ]
+            ),
+            raw_text=self.text,
+            repaired=ok and self.repaired,
+            truncated=ok and self.truncated,
+            resumed=not self.trail.fresh,
+            shortened=job.shortened,
+            artifacts=self.artifacts,
         )
-        if work.r.doubted is not None and verdict is None:
-            result.doubts = work.doubts or dict.fromkeys(name for _, name in work.r.doubted)  # type: ignore[misc]
-        if tally.answered_by and (work.r.dispatcher.scheduler.standbys or any(tally.answered_by)):
-            asked = work.r.shapes.first.model
+        if self.r.doubted is not None and ok:
+            result.doubts = self.doubts or dict.fromkeys(name for _, name in self.r.doubted)  # type: ignore[misc]
+        if tally.answered_by and (self.r.dispatcher.scheduler.standbys or any(tally.answered_by)):
+            asked = self.r.shapes.first.model
             result.answered_by = JOINED.join(name or asked for name in tally.answered_by)  # type: ignore[misc]
         return cast("AgentResult[object]", result)
 
     @property
     def writes(self) -> list[RecordedCall]:
         """The calls of this agent, in all sessions, that may have written."""
-        return [*writes_of(self._trail.past), *self._work.written]
-
-    @property
-    def resources(self) -> Resources:
-        return self._work.r
-
-    @property
-    def progress(self) -> AgentForecast:
-        return self._work.progress
-
-    @property
-    def turns(self) -> int:
-        return self._work.tally.turns
-
-
-def _kept(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Return the messages for the result. Images become placeholders, because results stay in memory."""
-    return tuple(
-        [
-            message if isinstance(message.content, str) else replace(message, content=content_shown(message.content))
-            for message in messages
-        ]
-    )
+        return [*writes_of(self.trail.past), *self.written]

@@ -13,7 +13,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from batch_agent.agent.dialogue import Resources, Tally, TurnCall
+from batch_agent.agent.agent import Tally
+from batch_agent.agent.dialogue import Resources, TurnCall
 from batch_agent.agent.prepare import Prepared, only_model
 from batch_agent.backends.base import ModelRequest, RequestShape
 from batch_agent.compiler import compaction

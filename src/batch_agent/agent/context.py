@@ -1,6 +1,6 @@
 """The interface for a user's worker: ``AgentContext``, and ``BlockingContext`` for a worker that runs in a thread.
 
-Both are thin. ``Dialogue`` is a conversation, in which the tool loop can work too; ``Work`` calls tools and records;
+Both are thin. ``Dialogue`` is a conversation, in which the tool loop can work too; ``Agent`` calls tools and records;
 ``user_worker`` knows the run.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack
 
 from pydantic import JsonValue
 
-from batch_agent.agent.agent import CallOutcome, Work, tool_loop
+from batch_agent.agent.agent import Agent, CallOutcome, tool_loop
 from batch_agent.agent.dialogue import CUT, Dialogue
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.compiler.system import schema_instruction
@@ -57,8 +57,8 @@ class AgentReply:
 class WorkerContext:
     """The part of a worker's context that does not wait for anything."""
 
-    def __init__(self, work: Work) -> None:
-        self._work = work
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of row {self.index}>"
@@ -66,78 +66,78 @@ class WorkerContext:
     @property
     def row(self) -> object:
         """The input."""
-        return self._work.job.input
+        return self._agent.job.input
 
     @property
     def index(self) -> int:
         """Index of the row among the inputs, from 0."""
-        return self._work.job.index
+        return self._agent.job.index
 
     @property
     def job_id(self) -> str:
         """The row's ``id``, or its index as text."""
-        return self._work.job.job_id
+        return self._agent.job.job_id
 
     @property
     def prompt(self) -> str:
         """The task, filled from the row; "" without a task."""
-        return self._work.job.prompt
+        return self._agent.job.prompt
 
     @property
     def model(self) -> str:
         """The default model of ``ask``."""
-        return self._work.user.model
+        return self._agent.user.model
 
     @property
     def messages(self) -> tuple[Message, ...]:
         """The row's own conversation so far: the system prompt, the task, and requests without own messages."""
-        return tuple(self._work.conversation.messages)
+        return tuple(self._agent.conversation.messages)
 
     @property
     def workdir(self) -> Path:
         """A directory for this row alone. It is empty when the worker begins, also after a resume. In a run directory
         it is kept, else it is removed when the row ends."""
-        self._work.check_open()
-        return self._work.place.directory
+        self._agent.check_open()
+        return self._agent.place.directory
 
     @property
     def base_url(self) -> str:
         """The address where programs send requests for this row, in the formats of OpenAI and Anthropic."""
-        self._work.check_open()
-        return f"{self._work.user.gateway.url}/v1"
+        self._agent.check_open()
+        return f"{self._agent.user.gateway.url}/v1"
 
     @property
     def api_key(self) -> str:
         """The API key of this row at ``base_url``. It is valid until the row ends."""
-        self._work.check_open()
-        return self._work.key
+        self._agent.check_open()
+        return self._agent.key
 
     @property
     def env(self) -> dict[str, str]:
         """``base_url`` and ``api_key`` as environment variables, with the names that clients read."""
-        return self._work.user.gateway.env(self.api_key)
+        return self._agent.user.gateway.env(self.api_key)
 
     def save(self, name: str, content: str | bytes | Path) -> Path:
         """Save text, bytes or a copy of a file. ``result.artifacts[name]`` is its path."""
-        self._work.check_open()
-        return self._work.place.save(name, content)
+        self._agent.check_open()
+        return self._agent.place.save(name, content)
 
     def add_usage(self, usage: Usage) -> None:
         """Add tokens to the result that this row used outside the run, at another server."""
-        self._work.check_open()
-        self._work.tally.pay(usage, None)
+        self._agent.check_open()
+        self._agent.tally.pay(usage, None)
 
     def say(self, text: str) -> None:
         """Add a user message to the row's own conversation."""
-        self._work.check_open()
-        self._work.conversation.append(Message("user", text))
+        self._agent.check_open()
+        self._agent.conversation.append(Message("user", text))
 
 
 class AgentContext(WorkerContext):
     """One row while a worker processes it. It ends with the row: later requests and calls are refused."""
 
-    def __init__(self, work: Work) -> None:
-        super().__init__(work)
+    def __init__(self, agent: Agent) -> None:
+        super().__init__(agent)
         self._busy = False  # a request of the row's own conversation is in flight
 
     async def ask(
@@ -163,7 +163,7 @@ class AgentContext(WorkerContext):
                 raise InputError("the row's own conversation has a request in flight: give ask a prompt or messages")
             self._busy = True
         try:
-            return await self._work.owned(_ask(dialogue))
+            return await self._agent.owned(_ask(dialogue))
         finally:
             self._busy = self._busy and prompt is not None
 
@@ -181,10 +181,10 @@ class AgentContext(WorkerContext):
         tools of the run are used; tools that the run does not have are functions or Tools. After ``max_turns`` answers
         (10 with tools, 1 without) LimitExceeded is raised. A conversation that outgrows the model's context is cut as
         the run's ``compaction`` says."""
-        offered = self._work.user.tool_names if tools is None else tools
+        offered = self._agent.user.tool_names if tools is None else tools
         turns = max_turns if max_turns is not None else MAX_TURNS if offered else 1
         dialogue = self._dialogue(prompt, offered, output_schema, options, max_turns=turns)
-        return await self._work.owned(tool_loop(self.row, dialogue))
+        return await self._agent.owned(tool_loop(self.row, dialogue))
 
     async def call(self, tool: str | ToolCall, /, **arguments: object) -> str:
         """Return the result of a tool of the run.
@@ -207,16 +207,16 @@ class AgentContext(WorkerContext):
         message = outcome.text.removeprefix("Error: ")
         if outcome.unknown:
             raise OutcomeUnknown(message)
-        raise (ToolFailed if self._work.r.tools.knows(tool) else UnknownTool)(message)
+        raise (ToolFailed if self._agent.r.tools.knows(tool) else UnknownTool)(message)
 
     async def _call(self, call: ToolCall) -> CallOutcome:
         known: dict[int, CallOutcome] = {}
-        await self._work.owned(self._work.make_calls((call,), known))
+        await self._agent.owned(self._agent.make_calls((call,), known))
         return known[0]
 
     def _answer_call(self, call: ToolCall, outcome: CallOutcome) -> None:
         """Add the result to the row's own conversation, if the call came from there."""
-        own = self._work.conversation
+        own = self._agent.conversation
         asked = next((message for message in reversed(own.messages) if message.tool_calls), None)
         if asked is not None and call in asked.tool_calls:
             own.append(outcome.message(call))
@@ -231,22 +231,22 @@ class AgentContext(WorkerContext):
     ) -> Dialogue:
         """Return a conversation with these options. It is the row's own, or has the prompt, with the shared messages
         before it if it has no system prompt."""
-        work = self._work
-        work.check_open()
-        asking = work.user.asking(tools, output_schema, options, work.r.tools)
+        agent = self._agent
+        agent.check_open()
+        asking = agent.user.asking(tools, output_schema, options, agent.r.tools)
         if prompt is not None:
             own = said = Conversation(_messages(prompt))
             if not any(message.role == "system" for message in own.messages):
-                said = Conversation(own.messages, parent=work.r.shared)
+                said = Conversation(own.messages, parent=agent.r.shared)
         else:
-            own = said = work.conversation
-            if len(own.messages) == len(work.r.shared.messages):
+            own = said = agent.conversation
+            if len(own.messages) == len(agent.r.shared.messages):
                 raise InputError("there is nothing to send: the run has no task, so call ask with a prompt or messages")
         if asking.shapes.schema_in_prompt and asking.schema is not None:
             said = _with_schema(said, asking.schema)
         mirror = own if prompt is None and said is not own else None
         return Dialogue(
-            work,
+            agent,
             said,
             asking.shapes,
             asking.schema,
@@ -256,9 +256,9 @@ class AgentContext(WorkerContext):
         )
 
 
-def work_of(context: WorkerContext) -> Work:
-    """Return the row's work, for workers of this package that send requests of clients unchanged."""
-    return context._work
+def agent_of(context: WorkerContext) -> Agent:
+    """Return the agent of a row, for workers of this package that send requests of clients unchanged."""
+    return context._agent
 
 
 async def _ask(dialogue: Dialogue) -> AgentReply:
@@ -303,9 +303,9 @@ class BlockingContext(WorkerContext):
     """The same interface for a worker that is a plain function and runs in a thread: ``ask``, ``call`` and ``loop``
     block and return the result. Threads that it starts may use it too."""
 
-    def __init__(self, work: Work, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(work)
-        self._context, self._loop = AgentContext(work), loop
+    def __init__(self, agent: Agent, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(agent)
+        self._context, self._loop = AgentContext(agent), loop
 
     def ask(
         self,

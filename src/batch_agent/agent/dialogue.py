@@ -1,8 +1,8 @@
 """A conversation of a row with the model: ask, call tools, read and repair answers.
 
-The tool loop and built-in workers work on one dialogue, whose messages follow from the row. A user's
-worker has any number of them: each ``ctx.ask`` and ``ctx.loop`` is one. ``agent.Work`` owns what they share: the tally,
-the record, the tool calls.
+The tool loop and built-in workers have one dialogue, whose messages follow from the row. A user's worker has any number
+of them: each ``ctx.ask`` and ``ctx.loop`` is one. The ``Agent`` owns what they share: the tally, the record, the tool
+calls.
 
 A request that is recorded is answered from the record, and any other is sent. A conversation that would exceed the
 model's context is cut before it is sent. All of it is kept in ``said``; ``asked`` is the part that the model still
@@ -49,21 +49,20 @@ from batch_agent.events import (
     TurnStarted,
 )
 from batch_agent.foreign import drop_frames
-from batch_agent.job import Job, Timings
+from batch_agent.job import Job
 from batch_agent.messages import Conversation, Message, Reply, ToolCall, Usage, content_text
-from batch_agent.observe.metrics import Emit, LiveAgent
+from batch_agent.observe.metrics import Emit
 from batch_agent.outputs.extract import documents_in, strip_reasoning
 from batch_agent.outputs.repair import repair_prompt
 from batch_agent.outputs.validate import parse_output
 from batch_agent.record.journal import WHOLE, ShapeDigests, difference, next_asked, request_digest
 from batch_agent.record.replay import NO_MESSAGES, chain
-from batch_agent.record.steps import Spent
 from batch_agent.scheduler.ordering import Streaming, pin_seconds
 from batch_agent.tools.pool import PendingCall, ToolPool
 from batch_agent.trust.doubt import Doubted, doubts_of
 
 if TYPE_CHECKING:
-    from batch_agent.agent.agent import CallOutcome, Work
+    from batch_agent.agent.agent import Agent, CallOutcome, Tally
     from batch_agent.agent.compaction import Compactor
     from batch_agent.agent.touches import Touches
     from batch_agent.observe.telemetry import Traces
@@ -123,63 +122,11 @@ class Resources:
         return self.tools.start(call, job, turn, partial(self.traces.of_call, self.run, job.index, turn, call.id))
 
 
-NO_USAGE = Usage()
 UNCUT = Cut()
 CUT = "length"  # finish reason of a text that was cut at max_tokens and is kept
 # The most calls of one answer that are run. Models that plan make a few at once. A model that writes hundreds is in a
 # loop, and each of its calls would need a task, a record and a message.
 MOST_CALLS = 64
-
-
-@dataclass(slots=True)
-class Tally:
-    """What one agent has used so far. Times in seconds. ``counted`` is the agent in the metrics of the run."""
-
-    counted: LiveAgent | None = None
-    sent: int = 0  # requests that left
-    retries: int = 0  # requests sent again, and answers requested again
-    again: bool = False  # the next request is one of these
-    turns: int = 0  # complete answers
-    usage: Usage = NO_USAGE
-    cost: float | None = None  # $, of the turns whose price is known
-    queued: float = 0.0
-    inference: float = 0.0
-    tool_wait: float = 0.0
-    first_token: float | None = None
-    before: float = 0.0  # seconds spent in earlier sessions
-    answered_by: tuple[str, ...] = ()  # "" for the model that was asked, and the models of standbys
-
-    @property
-    def attempts(self) -> int:
-        return 1 + self.retries if self.sent else 0
-
-    def add(self, reply: Reply, cost: float | None) -> None:
-        self.turns += 1
-        self.usage = reply.usage if self.usage is NO_USAGE else self.usage + reply.usage
-        if cost is not None:
-            self.cost = cost + (self.cost or 0.0)
-        if self.first_token is None:
-            self.first_token = reply.first_token
-        if reply.answered_by not in self.answered_by:
-            self.answered_by += (reply.answered_by,)
-
-    def pay(self, usage: Usage, cost: float | None) -> None:
-        self.usage += usage
-        if cost is not None:
-            self.cost = cost + (self.cost or 0.0)
-
-    def take_over(self, spent: Spent) -> None:
-        self.sent, self.retries, self.cost, self.before = spent.sent, spent.retries, spent.cost, spent.total
-        self.again = False
-        self.queued, self.inference, self.tool_wait = spent.queued, spent.inference, spent.tool_wait
-
-    def spent(self, seconds: float) -> Spent:
-        """Return everything spent. ``seconds`` is the agent's lifetime in this session."""
-        total = self.before + seconds
-        return Spent(self.sent, self.retries, self.queued, self.inference, self.tool_wait, total, self.cost)
-
-    def timings(self, total: float) -> Timings:
-        return Timings(self.queued, self.inference, self.tool_wait, total, self.first_token)
 
 
 @dataclass(slots=True)
@@ -324,7 +271,7 @@ class Dialogue:
 
     def __init__(
         self,
-        work: Work,
+        agent: Agent,
         said: Conversation,
         shapes: Shapes,
         schema: OutputSchema[object] | None,
@@ -337,23 +284,23 @@ class Dialogue:
         self.said = self.asked = said
         self.cut = UNCUT
         self.turns = 0  # answers
-        self._work, self._mirror = work, mirror
-        self._compactor = work.r.compactor if compacts else None
-        self._follows = work.worker is None  # its messages follow from the row, so they are not recorded
+        self._agent, self._mirror = agent, mirror
+        self._compactor = agent.r.compactor if compacts else None
+        self._follows = agent.worker is None  # its messages follow from the row, so they are not recorded
         self._fixed = _fixed(said)
         self._repairs = 0  # answers that were requested again because they were invalid
         self._early: EarlyCalls | None = None
         # The digest of the conversation before each message; for the tool loop, that of its latest request alone. And
         # the number of messages that they cover. The row's key covers the first messages of the tool loop, and its
         # id, which may change, is no part of that.
-        self._digests = [work.trail.asked if self._follows else NO_MESSAGES]
+        self._digests = [agent.trail.asked if self._follows else NO_MESSAGES]
         self._digested = len(said.messages) if self._follows else 0
         self._measured: int | None = None  # the server's count for ``_measured_at`` messages of ``asked``
         self._measured_at = 0
         self._answered = False  # since the latest cut
         # Tool results have images. They are part of ``said`` always, and of ``asked`` unless the model refuses images.
         self._images = not self._follows and any(map(_has_images, said.messages))
-        self._hides = self._images and work.r.sees_images is False
+        self._hides = self._images and agent.r.sees_images is False
         if self._hides:
             self._rebuild()
         self._cut_from: int | None = None  # tokens before the cut, if the conversation was cut since the latest answer
@@ -363,11 +310,11 @@ class Dialogue:
     async def ask(self, shape: RequestShape | None = None, *, send: Send | None = None) -> Reply:
         """Return the model's answer to the conversation, and add it. ``shape`` is the kind of request. ``send`` creates
         the question to send, if that is not ``backend.infer(request)``; its ``request`` determines the price."""
-        work = self._work
-        r, trail = work.r, work.trail
-        work.check_open()
-        if work.answered is not None:
-            work.record_answer()
+        agent = self._agent
+        r, trail = agent.r, agent.trail
+        agent.check_open()
+        if agent.answered is not None:
+            agent.record_answer()
         if shape is None:
             shape = self.shapes.later if self.turns else self.shapes.first
         digest, nth, reply, turn = "", 0, None, None
@@ -380,11 +327,11 @@ class Dialogue:
                 if compactor is not None and compactor.context is not None:
                     fitted = await self._made_to_fit(shape, digest, compactor)
                 while reply is None:
-                    if self._follows and trail.records and work.ticket is None and not trail.is_settled:
+                    if self._follows and trail.records and agent.ticket is None and not trail.is_settled:
                         await trail.settle()  # before later steps depend on it
                     turn = self._turn(fitted)
                     question = turn if send is None else send(turn.request)
-                    ticket = work.claim(fitted.model, self)
+                    ticket = agent.claim(fitted.model, self)
                     try:
                         reply = await r.dispatcher.ask(question, r.policy, ticket=ticket, observer=turn)
                     except ContextOverflow as error:
@@ -394,7 +341,7 @@ class Dialogue:
                         fitted, excess = compactor.after(error, shape, self)
                         if fitted is shape and not (excess and await self._compact(excess, digest)):
                             raise
-                        work.tally.again = True
+                        agent.tally.again = True
                     except BackendError as error:
                         if send is not None or not self._hide_images(error):
                             raise
@@ -405,8 +352,8 @@ class Dialogue:
             self._gave_up(error, digest, nth, None if turn is None else turn.request)
             raise
         finally:
-            if turn is not None and work.asking is turn.request:
-                work.asking = None
+            if turn is not None and agent.asking is turn.request:
+                agent.asking = None
         self._add_answer(reply)
         return reply
 
@@ -418,23 +365,23 @@ class Dialogue:
 
     def _noted(self, reply: Reply, digest: str, nth: int) -> Reply:
         """Record a new answer, that of the tool loop with its next step. Returns it with doubts in place of tokens."""
-        work, trail, replay = self._work, self._work.trail, self._work.replay
+        agent, trail, replay = self._agent, self._agent.trail, self._agent.replay
         if reply.tokens is not None:
             reply = self._doubted(reply)
-        if self._images and work.r.sees_images is None:
-            work.r.note_images(accepted=not self._hides)
+        if self._images and agent.r.sees_images is None:
+            agent.r.note_images(accepted=not self._hides)
         if self._cut_from is not None:
             self._tell_of_cut(reply, self._cut_from)
         if self._follows:
-            work.answered = (reply, digest) if trail.records else None
+            agent.answered = (reply, digest) if trail.records else None
         elif replay is not None:
             said = self.said.messages[: self._digested]
-            trail.add(replay.add_ask(digest, nth, reply, work.spent(), said, self._digests, work.r.shared.messages))
+            trail.add(replay.add_ask(digest, nth, reply, agent.spent(), said, self._digests, agent.r.shared.messages))
         return reply
 
     def _doubted(self, reply: Reply) -> Reply:
         """Return the answer with its doubts in place of its tokens."""
-        fields, tokens = self._work.r.doubted, reply.tokens
+        fields, tokens = self._agent.r.doubted, reply.tokens
         if fields is None or tokens is None or reply.tool_calls:
             return replace(reply, tokens=None)
         documents = [] if self.schema is None else documents_in(reply.text)
@@ -446,8 +393,8 @@ class Dialogue:
     def _recorded(self, shape: RequestShape) -> tuple[str, int, Reply | None]:
         """Return the digest and the number of the next request, and its recorded answer. Raises ReplayMismatch if the
         tool loop has recorded answers left and none is to this request."""
-        work, digests, first = self._work, self._digests, self._digested
-        replay, of_shape, new = work.replay, work.r.digests.of(shape), self.said.messages[first:]
+        agent, digests, first = self._agent, self._digests, self._digested
+        replay, of_shape, new = agent.replay, agent.r.digests.of(shape), self.said.messages[first:]
         self._digested += len(new)
         if self._follows:
             digests[-1], digest = next_asked(digests[-1], of_shape, new)
@@ -460,28 +407,28 @@ class Dialogue:
         if compacted is not None:
             self.compact(compacted.cut)
         if reply is not None:
-            work.tally.again = False
+            agent.tally.again = False
         elif self._goes_on:
-            then = work.trail.past.turns[self.turns].asked
+            then = agent.trail.past.turns[self.turns].asked
             raise ReplayMismatch(MISMATCH.format(difference=difference(then, digest, new, first + 1)))
         return digest, nth, reply
 
     def _leave_record(self) -> None:
         """Begin to send. Raises LimitExceeded if no further request is allowed."""
-        work = self._work
-        work.trail.fresh = True
+        agent = self._agent
+        agent.trail.fresh = True
         if self._is_out_of_turns:
             raise LimitExceeded(f"after max_turns, {self.max_turns}, the model has not given its last answer")
-        limit = work.r.max_turns
-        if not self._follows and limit is not None and work.tally.turns >= limit:
+        limit = agent.r.max_turns
+        if not self._follows and limit is not None and agent.tally.turns >= limit:
             raise LimitExceeded(f"after max_turns, {limit}, the worker asks again")
         if self._early is not None:
             self.close()
 
     def _turn(self, shape: RequestShape) -> TurnCall:
         """Return the next request."""
-        work, limit = self._work, self.max_turns
-        r, job, taken = work.r, work.job, work.tally.turns
+        agent, limit = self._agent, self.max_turns
+        r, job, taken = agent.r, agent.job, agent.tally.turns
         scheduler, number = r.dispatcher.scheduler, taken + 1
         if limit is not None:
             limit += self._repairs
@@ -493,7 +440,7 @@ class Dialogue:
         # No tool runs after the last turn, so none can start early.
         last = limit is not None and left <= 1
         pins = scheduler.parts.pin and can_call and not last
-        work.asking = request = ModelRequest(
+        agent.asking = request = ModelRequest(
             shape,
             self.asked,
             job.job_id,
@@ -516,19 +463,19 @@ class Dialogue:
         may_stream = r.early_tools and can_call and not last and calls_tools
         streams = may_stream and not scheduler.is_crowded and r.streaming.wants_next()
         self._early = EarlyCalls(r, job, number) if streams else None
-        return TurnCall(r, request, job.index, work.tally, self._early, self.schema)
+        return TurnCall(r, request, job.index, agent.tally, self._early, self.schema)
 
     def _gave_up(self, error: BaseException, digest: str, nth: int, request: ModelRequest | None) -> None:
         """A request failed or was cancelled."""
-        work = self._work
+        agent = self._agent
         self.close()
-        if work.replay is not None and digest:
-            work.replay.give_back(digest[:WHOLE], nth)
+        if agent.replay is not None and digest:
+            agent.replay.give_back(digest[:WHOLE], nth)
         if request is not None:
             said = error.text if isinstance(error, BackendError) else "".join(request.said)
-            work.text = said or work.text
+            agent.text = said or agent.text
         if self._follows and isinstance(error, JobError):
-            work.failure = error
+            agent.failure = error
 
     def _add_answer(self, reply: Reply) -> None:
         self._append(reply.message())
@@ -541,10 +488,10 @@ class Dialogue:
             self._measured_at = len(self.asked.messages)
         if self._early is not None and not reply.tool_calls:
             self.close()
-        work = self._work
-        work.text = reply.text
+        agent = self._agent
+        agent.text = reply.text
         if not self._follows:
-            work.latest = self.said, len(self.said.messages)
+            agent.latest = self.said, len(self.said.messages)
 
     @property
     def _is_out_of_turns(self) -> bool:
@@ -554,9 +501,9 @@ class Dialogue:
 
     async def call(self, calls: Sequence[ToolCall]) -> list[str]:
         """Run these calls of the latest answer and return their results. The model gets them with the next request."""
-        work, r = self._work, self._work.r
-        work.check_open()
-        work.record_answer()
+        agent, r = self._agent, self._agent.r
+        agent.check_open()
+        agent.record_answer()
         known: dict[int, CallOutcome] = {}
         try:
             if self._is_out_of_turns and not self._goes_on:
@@ -565,13 +512,13 @@ class Dialogue:
             if len(calls) > MOST_CALLS:
                 self._refuse(calls, TOO_MANY_CALLS.format(count=len(calls), most=MOST_CALLS), known)
             elif r.touches is None:
-                await work.make_calls(calls, known, self._early)
+                await agent.make_calls(calls, known, self._early)
             else:
-                async with r.touches.during(r.tools, [call.name for call in calls], work.progress, self.asked):
-                    await work.make_calls(calls, known, self._early)
+                async with r.touches.during(r.tools, [call.name for call in calls], agent.progress, self.asked):
+                    await agent.make_calls(calls, known, self._early)
         except JobError as error:
             if self._follows:
-                work.failure = error
+                agent.failure = error
             raise
         finally:
             texts = self._tell(calls, known)
@@ -590,7 +537,7 @@ class Dialogue:
         """Give all calls of an answer the same outcome, and run none. Such an answer is no plan."""
         self.close()
         for place, call in enumerate(calls):
-            known[place] = self._work.refuse_call(place, call, text)
+            known[place] = self._agent.refuse_call(place, call, text)
 
     def _tell(self, calls: Sequence[ToolCall], known: Mapping[int, CallOutcome]) -> list[str]:
         """Add the known outcomes to the conversation, in the order of the calls, and return them."""
@@ -609,18 +556,18 @@ class Dialogue:
 
     def read(self, reply: Reply) -> object:
         """Return the answer as a value of the schema; as text without a schema. Raises OutputError."""
-        work = self._work
+        agent = self._agent
         if self.schema is None:
             cut = reply.finish_reason == CUT
-            if cut and not work.r.keeps_cut_text:  # recorded by a session that kept such text
+            if cut and not agent.r.keeps_cut_text:  # recorded by a session that kept such text
                 raise Truncated("the answer was cut at max_tokens", text=reply.text)
-            work.truncated = work.truncated or cut
-            work.doubts = reply.doubts
+            agent.truncated = agent.truncated or cut
+            agent.doubts = reply.doubts
             return strip_reasoning(reply.text)
         parsed = parse_output(reply.text, self.schema)
-        work.repaired = self._follows and parsed.repaired
+        agent.repaired = self._follows and parsed.repaired
         if reply.doubts is not None:
-            work.doubts = dict.fromkeys(reply.doubts) if parsed.repaired else reply.doubts
+            agent.doubts = dict.fromkeys(reply.doubts) if parsed.repaired else reply.doubts
         return parsed.value
 
     def repair(self, error: OutputError) -> None:
@@ -631,22 +578,22 @@ class Dialogue:
         self.say(repair_prompt(error, self.schema))
 
     def _begin_repair(self, error: OutputError) -> None:
-        work = self._work
-        r = work.r
-        work.check_open()
-        work.record_answer()
+        agent = self._agent
+        r = agent.r
+        agent.check_open()
+        agent.record_answer()
         if self._repairs >= r.policy.max_retries and not self._goes_on:
             raise error
-        if work.trail.fresh:
-            r.emit(AnswerRejected(r.clock(), r.run, work.job.index, work.tally.turns, error.type, str(error)))
+        if agent.trail.fresh:
+            r.emit(AnswerRejected(r.clock(), r.run, agent.job.index, agent.tally.turns, error.type, str(error)))
         self._repairs += 1
-        work.tally.again = True
+        agent.tally.again = True
         drop_frames(error)
 
     @property
     def _goes_on(self) -> bool:
         """Whether recorded answers of the tool loop are left. Limits on its length do not apply to them."""
-        return self._follows and self.turns < len(self._work.trail.past.turns)
+        return self._follows and self.turns < len(self._agent.trail.past.turns)
 
     def close(self) -> None:
         """Stop the tool calls that started early and that the answer does not have."""
@@ -658,7 +605,7 @@ class Dialogue:
         self.said.append(message)
         if not isinstance(message.content, str) and _has_images(message):
             self._images = True
-            self._hides = self._hides or self._work.r.sees_images is False
+            self._hides = self._hides or self._agent.r.sees_images is False
         if self.asked is not self.said:
             self.asked.append(_without_images(message) if self._hides else message)
         elif self._hides:
@@ -712,26 +659,26 @@ class Dialogue:
             return False
         self._hides = True
         self._rebuild()
-        self._work.tally.again = True
+        self._agent.tally.again = True
         return True
 
     async def _compact(self, excess: int, digest: str) -> bool:
         """Cut the conversation by about ``excess`` tokens. Returns whether that was possible."""
-        work, compactor = self._work, self._compactor
+        agent, compactor = self._agent, self._compactor
         assert compactor is not None
         before = compactor.foreseen(self)
-        compacted = await compactor.compact(self, excess, work.job, work.tally, "" if self._follows else digest)
+        compacted = await compactor.compact(self, excess, agent.job, agent.tally, "" if self._follows else digest)
         if compacted is None:
             return False
         self._cut_from = before or 0
-        work.trail.add(compacted)
+        agent.trail.add(compacted)
         return True
 
     def _tell_of_cut(self, reply: Reply, before: int) -> None:
-        work, usage = self._work, reply.usage
-        r = work.r
+        agent, usage = self._agent, reply.usage
+        r = agent.r
         self._cut_from = None
-        turn, index = work.tally.turns, work.job.index
+        turn, index = agent.tally.turns, agent.job.index
         r.emit(ContextCompacted(r.clock(), r.run, index, turn, before, usage.prompt_tokens, usage.cached_tokens))
 
 

@@ -16,9 +16,9 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
-from batch_agent.agent.agent import InnerWorker, Work, tool_loop
+from batch_agent.agent.agent import Agent, InnerWorker, Tally, tool_loop
 from batch_agent.agent.context import AgentContext, AskOptions, BlockingContext
-from batch_agent.agent.dialogue import Resources, Tally, TurnCall
+from batch_agent.agent.dialogue import Resources, TurnCall
 from batch_agent.agent.fingerprint import fingerprint_of
 from batch_agent.agent.prepare import Prepared
 from batch_agent.agent.shapes import Shapes, build_shapes
@@ -87,22 +87,22 @@ class UserWorker:
 
     # Its row
 
-    async def run(self, work: Work) -> object:
+    async def run(self, agent: Agent) -> object:
         """Return the worker's output for a row. Raises JobError."""
-        return await bounded(self._run)(work.job.input, work)
+        return await bounded(self._run)(agent.job.input, agent)
 
-    async def _run(self, row: object, work: Work) -> object:
+    async def _run(self, row: object, agent: Agent) -> object:
         """Run the worker in a task. A task that ignores its cancellation is abandoned."""
         run = self._run_here if is_async(self._function) else self._run_in_thread
-        task = asyncio.get_running_loop().create_task(run(row, work))
+        task = asyncio.get_running_loop().create_task(run(row, agent))
         try:
-            await work.wait_for(task)
+            await agent.wait_for(task)
         except BaseException:
             task.cancel()
-            await work.close()  # else it would wait for its requests
+            await agent.close()  # else it would wait for its requests
             _, stuck = await asyncio.wait([task], timeout=ENDING_SECONDS)
             if stuck:
-                logger.warning("the worker of row %d does not stop when it is cancelled", work.job.index)
+                logger.warning("the worker of row %d does not stop when it is cancelled", agent.job.index)
                 asyncio._unregister_task(task)  # else asyncio.run would wait for it forever
                 task._log_destroy_pending = False  # type: ignore[attr-defined]  # reported above
             raise
@@ -111,14 +111,14 @@ class UserWorker:
             raise error
         return returned
 
-    async def _run_here(self, row: object, work: Work) -> Returned:
+    async def _run_here(self, row: object, agent: Agent) -> Returned:
         """Return the worker's result or exception. A SystemExit must not escape from a task."""
         try:
-            return await self._function(row, AgentContext(work)), None
+            return await self._function(row, AgentContext(agent)), None
         except BaseException as error:  # noqa: BLE001
             return None, error
 
-    async def _run_in_thread(self, row: object, work: Work) -> Returned:
+    async def _run_in_thread(self, row: object, agent: Agent) -> Returned:
         if self._stuck >= STUCK:
             return None, WorkerFailed(f"not started: {self._stuck} abandoned workers are still running")
         loop, context = asyncio.get_running_loop(), contextvars.copy_context()
@@ -129,7 +129,7 @@ class UserWorker:
 
         def call() -> Returned:
             try:
-                return context.run(self._function, row, BlockingContext(work, loop)), None
+                return context.run(self._function, row, BlockingContext(agent, loop)), None
             except BaseException as error:  # noqa: BLE001
                 return None, error
             finally:
@@ -159,9 +159,9 @@ class UserWorker:
     def model(self) -> str:
         return self._prepared.model or ""
 
-    def admit(self, work: Work) -> str:
+    def admit(self, agent: Agent) -> str:
         """Return a new API key of the row at the gateway."""
-        return self.gateway.admit(GatewayRow(work, self, self._prepared.backend))
+        return self.gateway.admit(GatewayRow(agent, self, self._prepared.backend))
 
     @property
     def tool_names(self) -> tuple[str, ...]:
@@ -238,8 +238,8 @@ class UserWorker:
 class GatewayRow:
     """A row as the gateway uses it: requests of the row's clients become requests of the row."""
 
-    def __init__(self, work: Work, worker: UserWorker, backend: Backend) -> None:
-        self._work, self._worker, self._backend = work, worker, backend
+    def __init__(self, agent: Agent, worker: UserWorker, backend: Backend) -> None:
+        self._agent, self._worker, self._backend = agent, worker, backend
 
     @property
     def model(self) -> str:
@@ -257,9 +257,9 @@ class GatewayRow:
 
         def send(question: ModelRequest) -> ModelCall:
             question.shape, question.client = sent, request.client_body
-            return client_call(self._work.r, question, live)
+            return client_call(self._agent.r, question, live)
 
-        return await self._work.answer(asked, Conversation(request.messages), send=send)
+        return await self._agent.answer(asked, Conversation(request.messages), send=send)
 
 
 def client_call(r: Resources, question: ModelRequest, live: LiveAnswer | None) -> ModelCall:

@@ -337,10 +337,10 @@ class CascadeRow(Several):
         if self.asking is not None:
             self.asking.stop(error)
 
-    def conversation(self) -> JsonObject:
+    def shown(self) -> JsonObject:
         """Return the conversation of the entry that is being asked."""
         assert self.asking is not None
-        return self.asking.conversation()
+        return self.asking.shown()
 
     def move(self) -> bool:
         """Wait at the next entry from now on. Returns False if the row cannot wait there."""

@@ -68,9 +68,9 @@ class Samples(Several):
         for agent in self._agents.values():
             agent.stop(error)
 
-    def conversation(self) -> JsonObject:
+    def shown(self) -> JsonObject:
         """Return the conversation of the first sample that is being asked."""
-        return self._agents[min(self._agents)].conversation()
+        return self._agents[min(self._agents)].shown()
 
     def end(self, number: int, result: AgentResult[object]) -> None:
         """Note the end of a sample. An interrupted one has no outcome, and no more samples are asked."""

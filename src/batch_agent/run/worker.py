@@ -193,7 +193,7 @@ class Worker:
 
     def conversation(self, row: str | int) -> JsonObject:
         """Return the conversation of a running row. Raises SpecError if it is not running."""
-        return self._working(row).conversation()
+        return self._working(row).shown()
 
     def _working(self, row: str | int) -> Agent | Samples | CascadeRow:
         """Return what works on a row, by its id or its index."""
@@ -278,14 +278,14 @@ class Worker:
             agent.record_end(result)
             while agent.job.index in self._again and agent.stopped_by is not None:
                 self._again.discard(agent.job.index)
-                agent = self.live[agent.job.index] = agent.anew(self._r)
+                agent = self.live[agent.job.index] = agent.anew()
                 result = await agent.run(None)
                 agent.record_end(result)
             self._publish(held, agent, result)
         finally:
             if self._r.prewarm is not None:
                 self._r.prewarm.end(agent.job.index)
-            self._r.dispatcher.end_agent(agent.progress, agent.turns)
+            self._r.dispatcher.end_agent(agent.progress, agent.tally.turns)
             if self._budget is not None:
                 self._budget.end(agent.job.index, result)
 
@@ -339,10 +339,10 @@ class Worker:
         try:
             result = await agent.run(ticket)
             agent.record_end(result)
-            await agent.settle()
+            await agent.trail.settle()
             return result
         finally:
-            agent.resources.dispatcher.end_agent(agent.progress, agent.turns)
+            agent.r.dispatcher.end_agent(agent.progress, agent.tally.turns)
 
     # Rows with samples
 
@@ -433,7 +433,7 @@ class Worker:
 
     def _claim(self, agent: Agent, *, asks_first: bool = False) -> Ticket | None:
         """Count an agent as started. With ``asks_first``, also request its slot and return the ticket."""
-        dispatcher = agent.resources.dispatcher
+        dispatcher = agent.r.dispatcher
         if asks_first:
             return dispatcher.start_agent(agent.progress)
         dispatcher.scheduler.start_agent()

@@ -20,7 +20,7 @@ import orjson
 from aiohttp import web
 from pydantic import JsonValue
 
-from batch_agent.agent.context import AgentContext, work_of
+from batch_agent.agent.context import AgentContext, agent_of
 from batch_agent.backends.base import ModelRequest, RequestShape
 from batch_agent.backends.http.wire import json_of
 from batch_agent.compiler.tokens import BYTES_PER_TOKEN, estimate_tokens
@@ -393,13 +393,13 @@ def _response(name: str, status: int, body: JsonObject) -> JsonObject:
 
 async def answer_line(row: JsonObject, context: AgentContext) -> JsonObject:
     """Answer a line whose batch is a run in Redis, in any process. The worker of that run."""
-    work, body = work_of(context), row["body"]
-    assert isinstance(work.r.backend, ServedModels) and isinstance(body, dict)
+    agent, body = agent_of(context), row["body"]
+    assert isinstance(agent.r.backend, ServedModels) and isinstance(body, dict)
 
     async def ask(shape: RequestShape, conversation: Conversation, send: Callable[[ModelRequest], ClientCall]) -> Reply:
-        return await work.answer(shape, conversation, send=send)
+        return await agent.answer(shape, conversation, send=send)
 
-    answer = await ask_line(work.r.backend, str(row["endpoint"]), str(row["name"]), body, ask)
+    answer = await ask_line(agent.r.backend, str(row["endpoint"]), str(row["name"]), body, ask)
     return {"ok": answer.ok, "outcome": answer.outcome, "tokens": answer.tokens}
 
 
