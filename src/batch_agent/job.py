@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, Never, Self, TypeAlias, TypeVar, cast
 
-from batch_agent.errors import JobError, WorkerFailed, error_of
+from batch_agent.errors import Interrupted, JobError, WorkerFailed, error_of
 from batch_agent.foreign import describe
 from batch_agent.messages import Attachment, Message, Usage
 from batch_agent.value_type import value_type
@@ -251,6 +251,11 @@ if TYPE_CHECKING:
     AgentResult: TypeAlias = Success[T_co] | Failure
 else:
     AgentResult = BaseResult
+
+
+def is_interrupted(result: AgentResult[object]) -> bool:
+    """Return whether a row was stopped before its end: it has not failed, and a resumed run works on it."""
+    return result.error is not None and result.error.type == Interrupted.type
 
 
 def largest_doubt(doubts: Mapping[str, float | None] | None) -> float | None:

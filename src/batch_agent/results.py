@@ -20,7 +20,7 @@ from batch_agent.files.compression import extra
 from batch_agent.files.gold import GivenGold
 from batch_agent.files.results import result_line, unwritten
 from batch_agent.files.tables import Column, Record, columns_of, complete_file, record_of
-from batch_agent.job import AgentError, AgentResult, Failure, Success, cut
+from batch_agent.job import AgentError, AgentResult, Failure, Success, cut, is_interrupted
 from batch_agent.messages import JsonObject, Usage
 from batch_agent.observe.numbers import of_statistics
 from batch_agent.observe.outlook import Outlook
@@ -317,7 +317,7 @@ def _pandas_type(column: Column, cells: Sequence[object]) -> str | None:
 
 
 def _statistics(results: Sequence[AgentResult[object]]) -> Statistics:
-    done = [result for result in results if result.error is None or result.error.type != Interrupted.type]
+    done = [result for result in results if not is_interrupted(result)]
     costs = [result.cost for result in results if result.cost is not None]
     return Statistics(
         total=len(results),

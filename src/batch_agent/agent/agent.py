@@ -223,7 +223,8 @@ class Agent:
         self._closed = False
         self._worker = worker
         self.worker: UserWorker | None = None if callable(worker) else worker  # None for built-in workers too
-        own = () if self.worker is not None and not job.prompt else (Message("user", content_of(job)),)
+        has_task = self.worker is None or bool(job.prompt)
+        own = [Message("user", content_of(job) if job.images else job.prompt)] if has_task else []
         self.conversation = Conversation(own, parent=resources.shared)  # the row's own
         if self.worker is not None:
             self._progress_of: dict[str, AgentForecast] = {}  # for models other than the run's

@@ -112,9 +112,7 @@ def with_pictures(prompt: str, pictures: Pictures) -> str:
 
 
 def content_of(job: Job) -> Content:
-    """Return a job's message, with its pictures in their places."""
-    if not job.images:
-        return job.prompt
+    """Return the message of a job with pictures, each in its place."""
     parts: list[Part] = [job.prompt]
     for mark, image in job.images.items():
         parts = [piece for part in parts for piece in _split(part, mark, image)]

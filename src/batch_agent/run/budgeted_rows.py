@@ -12,8 +12,7 @@ from batch_agent.agent.dialogue import Resources
 from batch_agent.compiler.plan import Plan
 from batch_agent.dispatch.feed import Feed
 from batch_agent.dispatch.spending import Spending
-from batch_agent.errors import Interrupted
-from batch_agent.job import AgentResult, Job
+from batch_agent.job import AgentResult, Job, is_interrupted
 from batch_agent.record.journal import Trail
 from batch_agent.scheduler.row_budget import StageRows
 
@@ -97,7 +96,3 @@ class BudgetedRows:
     def _arrived(self) -> None:
         self._stage.moving -= 1
         self._r.dispatcher.slots.pump()
-
-
-def is_interrupted(result: AgentResult[object]) -> bool:
-    return result.error is not None and result.error.type == Interrupted.type

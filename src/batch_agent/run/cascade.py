@@ -25,10 +25,10 @@ from batch_agent.agent.user_worker import UserWorker
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.cancellation import outlast
 from batch_agent.dispatch.dispatcher import Dispatcher
-from batch_agent.errors import BackendError, Interrupted, JobError, Oversized, RunUnreachable, WorkerFailed
+from batch_agent.errors import BackendError, JobError, Oversized, RunUnreachable, WorkerFailed
 from batch_agent.files.results import from_json, plainly, to_json
 from batch_agent.foreign import describe, traceback_of
-from batch_agent.job import AgentResult, Earlier, Job, Placed
+from batch_agent.job import AgentResult, Earlier, Job, Placed, is_interrupted
 from batch_agent.messages import JsonObject
 from batch_agent.observe.entry_counts import EntryCounts
 from batch_agent.observe.metrics import Metrics
@@ -361,13 +361,13 @@ class CascadeRow(Several):
         if isinstance(self.asking, Agent):
             self.wrote += self.asking.writes
         self.asking = None
-        if error is not None and error.type == Interrupted.type and place and self.ladder.is_over(place):
+        if is_interrupted(result) and place and self.ladder.is_over(place):
             self.waits_for = self.ladder.names[place]
             return False
         plain = plainly(result, self.ladder.schema)
         self._asked.append(result if plain.ok else plain)
         self._outputs.append(cast(JsonValue, from_json(to_json(plain.output))) if plain.ok else None)
-        if self.error is not None or (error is not None and error.type == Interrupted.type):
+        if self.error is not None or is_interrupted(result):
             self.error = self.error or error
             return False
         if place and error is not None and not failed_by_content(error):

@@ -18,12 +18,11 @@ from batch_agent.blocking import in_thread
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.files.inputs import rows_again
 from batch_agent.files.results import from_json, plainly, to_json
-from batch_agent.job import AgentResult, Placed
+from batch_agent.job import AgentResult, Placed, is_interrupted
 from batch_agent.messages import JsonObject
 from batch_agent.record.doubts import input_digest
 from batch_agent.record.learned import LearnedPromise
 from batch_agent.record.people import PeopleReview
-from batch_agent.run.budgeted_rows import is_interrupted
 from batch_agent.run.pilot import named
 from batch_agent.trust.escalate import failed_by_content
 from batch_agent.trust.order import KeyedOrder

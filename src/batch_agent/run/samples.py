@@ -14,10 +14,10 @@ from pydantic import JsonValue
 
 from batch_agent.agent.agent import Agent
 from batch_agent.compiler.schema import OutputSchema
-from batch_agent.errors import Interrupted, JobError, OutputError, WorkerFailed
+from batch_agent.errors import JobError, OutputError, WorkerFailed
 from batch_agent.files.results import from_json, plainly, to_json
 from batch_agent.foreign import describe, traceback_of
-from batch_agent.job import AgentError, AgentResult, Job
+from batch_agent.job import AgentError, AgentResult, Job, is_interrupted
 from batch_agent.messages import JsonObject
 from batch_agent.record.keys import asked_of, derived, sample_mark
 from batch_agent.record.store import Identity
@@ -78,7 +78,7 @@ class Samples(Several):
         plain = plainly(result, self._schema)
         self._results[number] = result if plain.ok else plain
         self._outcomes[number] = cast(JsonValue, from_json(to_json(plain.output))) if plain.ok else FAILED
-        if result.error is not None and result.error.type == Interrupted.type:
+        if is_interrupted(result):
             self._stopped, self.error = True, self.error or result.error
 
     @property

@@ -21,14 +21,14 @@ from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.feed import Feed
 from batch_agent.errors import Cancelled, InputError, Interrupted, ReplayMismatch, SpecError, WorkerFailed
 from batch_agent.events import JobStarted, RowTakenOver
-from batch_agent.job import AgentError, AgentResult, Failure, Job, Placed
+from batch_agent.job import AgentError, AgentResult, Failure, Job, Placed, is_interrupted
 from batch_agent.messages import JsonObject
 from batch_agent.record.journal import Journal, LeasedIdentity, Trail
 from batch_agent.record.keys import Keys
 from batch_agent.record.row_json import decode_row
 from batch_agent.record.steps import Past
 from batch_agent.record.store import Identity, LeasedRow
-from batch_agent.run.budgeted_rows import BudgetedRows, is_interrupted
+from batch_agent.run.budgeted_rows import BudgetedRows
 from batch_agent.run.cascade import CascadeRow, EntryDesk, Ladder
 from batch_agent.run.leases import Leases, is_retried, past_of
 from batch_agent.run.parts import Parts, Several

@@ -26,11 +26,11 @@ from typing import IO, Self
 
 from batch_agent.blocking import in_thread
 from batch_agent.cli.output.streams import writing
-from batch_agent.errors import BatchAgentError, Interrupted, Invalid, SpecError, explained
+from batch_agent.errors import BatchAgentError, Invalid, SpecError, explained
 from batch_agent.files.compression import Codec
 from batch_agent.files.results import result_line, unwritten
 from batch_agent.files.tables import InOrderOfInput, check_table, complete_file, is_table, write_table
-from batch_agent.job import AgentResult
+from batch_agent.job import AgentResult, is_interrupted
 
 STDOUT_DESCRIPTOR = 1
 
@@ -88,7 +88,7 @@ class ResultWriter:
 
     async def write(self, result: AgentResult[object]) -> bool:
         """Write the result. Returns False if its output cannot be written, and the line says that the row failed."""
-        if not self._begun and self._replaces and result.error is not None and result.error.type == Interrupted.type:
+        if not self._begun and self._replaces and is_interrupted(result):
             self._interrupted.append(result)
             return True
         self._begun = True
