@@ -156,8 +156,6 @@ async def test_how_busy_it_is_and_what_its_model_takes() -> None:
             waiting=2,
             prefix_queries=12163,
             prefix_hits=2560,
-            first_token_count=7,
-            first_token_seconds=0.35,
         )
         assert await backend.load() == expected
         assert (await backend.facts("m"), await backend.facts("mock")) == (Facts(4096), Facts())

@@ -54,7 +54,7 @@ async def test_an_older_server_tells_it_in_its_metrics_and_is_not_asked_for_load
     )
     async with WireServer(serving(metrics=answer(told, kind="text/plain"))) as server, sglang(server) as backend:
         for _ in range(2):
-            assert await backend.load() == Load(3, 1, 0.5, None, None, 100, 40, 4, 5, 2.5)
+            assert await backend.load() == Load(3, 1, 0.5, None, None, 100, 40, 4)
     assert [exchange.path for exchange in server.requests] == ["/v1/loads?include=core", "/metrics", "/metrics"]
 
 

@@ -67,16 +67,6 @@ def test_a_full_cache_is_no_time_to_grow() -> None:
     assert not capacity.loaded(Load(running=64, kv_usage=0.99), 64)
 
 
-def test_a_first_token_that_takes_longer_and_longer_brings_the_limit_down() -> None:
-    capacity = Capacity(64)
-    answers, seconds, said = 0, 0.0, []
-    for mean in (0.2, 0.2, 0.2, 2.0, 2.0):
-        answers, seconds = answers + 100, seconds + 100 * mean
-        load = Load(running=64, first_token_count=answers, first_token_seconds=seconds)
-        said.append(capacity.loaded(load, 64))
-    assert said == ["", "", "", "", "the first token takes longer and longer"]
-
-
 def test_slots_that_are_not_in_use_are_no_reason_to_grow() -> None:
     capacity = Capacity(MOST, LimitSearch())
     assert not capacity.loaded(Load(running=10), 10)

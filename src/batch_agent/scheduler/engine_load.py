@@ -5,8 +5,7 @@ While the queue is short, at most an eighth of the running requests, the limit d
 has been long, the limit grows by equal steps, so that runs that share an engine converge to equal shares. A queue that
 is longer than the running requests at two readings in a row is cut to about half of them, by each run in proportion to
 its requests in flight. It is never cut further: requests often end together, and others must be ready to replace them.
-The limit also falls when the engine preempts many requests because memory is short, and when the time to the first
-token keeps growing at the same limit.
+The limit also falls when the engine preempts many requests because memory is short.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ SHRINK = 0.85
 FULL = 0.95  # of the KV cache
 THRASHES = 1 / 8  # part of the running requests that was preempted between two readings
 CALM, PAUSE = 10, 3  # readings without growth after that, and readings until it may lower the limit again
-SLOWER, SLOWER_SECONDS = 2.0, 0.5  # factor, plus seconds, over the time to the first token when the limit last changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +34,6 @@ class Load:
     prefix_queries: int | None = None  # prompt tokens looked up in its cache, since it started
     prefix_hits: int | None = None  # ... and found there
     finished: int | None = None  # requests that have ended since it started
-    first_token_count: int | None = None  # answers started since it started
-    first_token_seconds: float | None = None  # ... and the sum of their times to first token
     offloads: bool = False  # evicted blocks are kept in a larger memory of unknown size
     generated: int | None = None  # tokens since it started
 
@@ -48,17 +44,13 @@ class LoadGuide:
         self._grown = False  # it was long once: from then on the limit grows by steps
         self._calm = 0  # readings left without growth
         self._preemptions: int | None = None
-        self._answers, self._seconds = 0, 0.0  # counters of the last reading
-        self._limit = 0  # at the last reading
-        self._first: float | None = None  # seconds to the first token when the limit last changed
-        self._slow = False
 
     def read(self, load: Load, inflight: int, limit: int, most: int | None) -> tuple[int, str] | None:
         """Return a new limit, at most ``most``, and the reason; or None if it does not change."""
         running, waiting = load.running, load.waiting
         long = waiting > max(LEAST, running * LONG) and running > 0
         was_long, self._long = self._long, long
-        thrashes, slower = self._thrashes(load), self._is_slower(load, limit)
+        thrashes = self._thrashes(load)
         if thrashes and self._calm <= CALM - PAUSE:
             self._calm, self._grown = CALM, True
             return _down(limit, int(min(limit, inflight) * SHRINK), "the engine is short of memory")
@@ -66,9 +58,6 @@ class LoadGuide:
             self._grown = True
             share = (running * (1 + KEPT) + LEAST) / (running + waiting)
             return _down(limit, round(inflight * share), "the engine's queue is long")
-        if slower:
-            self._calm = CALM
-            return _down(limit, int(limit * SHRINK), "the first token takes longer and longer")
         self._calm = max(0, self._calm - 1)
         short = waiting <= max(LEAST, running * SHORT)
         # If other runs have the larger part, grow until the queue is long: then they give up more than this run.
@@ -85,22 +74,6 @@ class LoadGuide:
         before, now = self._preemptions, load.preemptions
         self._preemptions = now
         return before is not None and now is not None and now - before > load.running * THRASHES
-
-    def _is_slower(self, load: Load, limit: int) -> bool:
-        """Return whether the first token was slow at two readings in a row while the limit stayed the same."""
-        answers, seconds = load.first_token_count, load.first_token_seconds
-        if answers is None or seconds is None:
-            return False
-        new, took = answers - self._answers, seconds - self._seconds
-        known, self._answers, self._seconds = self._answers > 0, answers, seconds
-        if limit != self._limit or new <= 0 or not known:
-            self._limit, self._first, self._slow = limit, None, False
-            return False
-        mean = took / new
-        if self._first is None:
-            self._first = mean
-        was_slow, self._slow = self._slow, mean > SLOWER * self._first + SLOWER_SECONDS
-        return was_slow and self._slow
 
 
 def _down(limit: int, fewer: int, reason: str) -> tuple[int, str] | None:

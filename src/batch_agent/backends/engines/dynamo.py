@@ -21,11 +21,9 @@ PORT = 8000
 INFLIGHT = "dynamo_frontend_inflight_requests"
 PENDING = "dynamo_frontend_router_queue_pending_requests"
 PROMPT, CACHED = "dynamo_frontend_input_sequence_tokens_sum", "dynamo_frontend_cached_tokens_sum"
-FIRST_TOKEN = "dynamo_frontend_time_to_first_token_seconds"
 BLOCKS, BLOCK_TOKENS = "dynamo_frontend_model_total_kv_blocks", "dynamo_frontend_model_kv_cache_block_size"
 WORKERS = "dynamo_frontend_model_workers"
-FIRST_TOKENS = (f"{FIRST_TOKEN}_count", f"{FIRST_TOKEN}_sum")
-NAMES = frozenset([INFLIGHT, PENDING, PROMPT, CACHED, *FIRST_TOKENS, BLOCKS, BLOCK_TOKENS, WORKERS])
+NAMES = frozenset([INFLIGHT, PENDING, PROMPT, CACHED, BLOCKS, BLOCK_TOKENS, WORKERS])
 # Fields that other engines accept and Dynamo refuses, with the right place for them, if any.
 REFUSED = {
     "priority": "nvext.agent_hints.priority, which is sent anyway",
@@ -80,8 +78,6 @@ class DynamoBackend(EngineBackend):
             kv_tokens=int(blocks * size * workers) or None if blocks and size and workers else None,
             prefix_queries=told.count(PROMPT),
             prefix_hits=told.count(CACHED),
-            first_token_count=told.count(f"{FIRST_TOKEN}_count"),
-            first_token_seconds=told.total(f"{FIRST_TOKEN}_sum"),
         )
 
 

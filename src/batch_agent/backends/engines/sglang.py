@@ -40,11 +40,9 @@ PORT = 30000
 LIST = 64  # texts in one request
 RUNNING, WAITING, USAGE = "sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage"
 PROMPT, CACHED = "sglang:prompt_tokens_total", "sglang:cached_tokens_total"
-FIRST_TOKEN = "sglang:time_to_first_token_seconds"
 GENERATED, HOST = "sglang:generation_tokens_total", "sglang:hicache_host_total_tokens"
 FINISHED = "sglang:num_requests_total"
-FIRST_TOKENS = (f"{FIRST_TOKEN}_count", f"{FIRST_TOKEN}_sum")
-NAMES = frozenset([RUNNING, WAITING, USAGE, PROMPT, CACHED, *FIRST_TOKENS, GENERATED, FINISHED, HOST])
+NAMES = frozenset([RUNNING, WAITING, USAGE, PROMPT, CACHED, GENERATED, FINISHED, HOST])
 
 
 class SglangBackend(EngineBackend):
@@ -125,8 +123,6 @@ class SglangBackend(EngineBackend):
             generated=told.count(GENERATED),
             prefix_queries=told.count(PROMPT),
             prefix_hits=told.count(CACHED),
-            first_token_count=told.count(f"{FIRST_TOKEN}_count"),
-            first_token_seconds=told.total(f"{FIRST_TOKEN}_sum"),
         )
 
     async def generate_texts(self, texts: Sequence[str], shape: RequestShape | None = None) -> Answers:

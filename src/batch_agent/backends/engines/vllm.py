@@ -57,11 +57,9 @@ KV_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
 PREEMPTIONS = "vllm:num_preemptions_total"
 QUERIES = ("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total")
 HITS = ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total")
-FIRST_TOKEN = "vllm:time_to_first_token_seconds"
 CACHE, GENERATED = "vllm:cache_config_info", "vllm:generation_tokens_total"
 FINISHED = "vllm:request_success_total"
-FIRST_TOKENS = (f"{FIRST_TOKEN}_count", f"{FIRST_TOKEN}_sum")
-COUNTS = (PREEMPTIONS, *QUERIES, *HITS, *FIRST_TOKENS, GENERATED, FINISHED)
+COUNTS = (PREEMPTIONS, *QUERIES, *HITS, GENERATED, FINISHED)
 NAMES = frozenset([RUNNING, WAITING, *KV_USAGE, CACHE, *COUNTS])
 
 
@@ -183,8 +181,6 @@ def read_load(told: Exposition) -> Load:
         preemptions=told.count(PREEMPTIONS),
         prefix_queries=told.count(*QUERIES),
         prefix_hits=told.count(*HITS),
-        first_token_count=told.count(f"{FIRST_TOKEN}_count"),
-        first_token_seconds=told.total(f"{FIRST_TOKEN}_sum"),
     )
 
 
