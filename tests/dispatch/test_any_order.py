@@ -46,7 +46,7 @@ class Asked(Row):
         try:
             return await super().send(endpoint)
         except BackendError:
-            self.blamed += server.since > sent - N.fresh
+            self.blamed += server.since > sent - N.longest_pause
             raise
 
     async def ask(self, policy: Policy) -> None:
@@ -233,7 +233,7 @@ def test_of_two_suspects_that_break_together_neither_has_crashed_the_server_whic
     machine.add(1, "crashes")
     machine.add(1, "good")
     for row in machine.rows[-2:]:
-        row.ticket.row.hits = N.suspect
+        row.ticket.row.hits = N.twice
     machine.wait(0.5)
     assert [(len(row.asked), row.ticket.row.crashes) for row in machine.rows[-2:]] == [(1, [])] * 2
     machine.teardown()

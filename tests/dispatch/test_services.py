@@ -78,7 +78,7 @@ def test_the_first_good_answer_after_any_outage_brings_everything_back(refusal: 
         answers = await asyncio.gather(*asked)
         assert set(answers + early) == {"good"}
         assert service.dispatcher.over is None
-        longest = {"hang": LONG * N.trial_share, "429 for a day": N.longest_hold, "503 for a day": N.longest_hold}
+        longest = {"hang": LONG * N.pause_share, "429 for a day": N.longest_hold, "503 for a day": N.longest_hold}
         assert ends <= back < ends + 2 * N.longest_pause + longest.get(refusal, 5)
         assert now() < back + 10
         assert len(service.backend.requests) < LONG / 3, "few trials are sent meanwhile"

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from batch_agent import BatchAgent, Tool
-from batch_agent.scheduler.core import IN_PLACE
+from batch_agent.scheduler.capacity import START
 from batch_agent.testing import CallTools, Fail, Request, Say, ScriptedBackend, ToolUse, virtual_clock
 
 
@@ -92,4 +92,4 @@ async def test_agents_that_back_off_want_a_slot_and_not_all_rows_run_into_the_sa
     ) as run:
         results = [result async for result in run.results()]
     assert len(results) == 800
-    assert most <= IN_PLACE + 2 * 16
+    assert most <= START + 2 * 16

@@ -164,7 +164,7 @@ def test_a_refusal_for_load_beside_others_is_nothing_and_alone_it_counts_as_a_re
 
 def test_requests_in_flight_when_the_endpoint_went_down_are_forgiven_and_remembered() -> None:
     endpoint, row = Endpoint(), RowHistory()
-    for n in range(N.suspect):
+    for n in range(N.twice):
         endpoint.is_down = True
         assert not row.suspect
         assert endpoint.ends(row, "broken", float(n)).endpoint == "down"
@@ -299,20 +299,20 @@ def test_the_first_refusal_for_load_of_a_row_asks_for_no_control_request() -> No
     ("sound", "trial", "crashes"), [(True, False, [True]), (True, True, [False]), (False, False, [])]
 )
 def test_a_suspect_whose_server_was_up_before_has_crashed_it(sound: bool, trial: bool, crashes: list[bool]) -> None:
-    endpoint, row = Endpoint(), RowHistory(hits=N.suspect)
+    endpoint, row = Endpoint(), RowHistory(hits=N.twice)
     endpoint.history.open[row] = [Attempt(row, 1.0, 2.0, "broken", trial, sound)]
     endpoint.history.go_down()
     assert [crash.proven for crash in row.crashes] == crashes
-    assert row.hits == N.suspect + (not crashes)
+    assert row.hits == N.twice + (not crashes)
 
 
 @pytest.mark.parametrize(
     ("hits", "neighbour_hits", "neighbour_ended", "unclear"),
     [
         (0, 0, 2.0, True),  # both broke at the same time: either may be the cause
-        (0, N.suspect, 2.0, True),
-        (N.suspect, 0, 2.0, False),  # it has broken before, and its neighbour has not
-        (N.suspect, N.suspect, 2.0, True),
+        (0, N.twice, 2.0, True),
+        (N.twice, 0, 2.0, False),  # it has broken before, and its neighbour has not
+        (N.twice, N.twice, 2.0, True),
         (0, 0, 0.5, False),  # the neighbour had ended before this one was sent
     ],
 )

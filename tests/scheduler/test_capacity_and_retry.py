@@ -311,48 +311,6 @@ def test_more_refusals_than_a_tenth_are_tolerated_only_if_no_row_is_refused_twic
     assert capacity.limit is not None and (capacity.limit < 64) == lowered
 
 
-@pytest.mark.parametrize(
-    ("numbers", "returns"),
-    [
-        ([50, 39, 30], False),  # another process may have come
-        ([50, 39, 30, 23], True),  # each time at a smaller number, and few refusals
-        ([50, 39, 30, 31], False),  # the server takes about 30
-        ([50, 45, 41, 37], False),  # others take more and more of it
-    ],
-)
-def test_the_limit_returns_to_where_it_was_if_refusals_do_not_follow_the_load(
-    numbers: list[int], returns: bool
-) -> None:
-    search = LimitSearch(64)
-    capacity = Capacity(None, search)
-    while capacity.search is not None:
-        capacity.overloaded(capacity.generation, 64)
-    for number in numbers:
-        good(capacity)
-        capacity.limit = number
-        before = capacity.generation
-        while capacity.generation == before:
-            capacity.overloaded(capacity.generation, number)
-    assert (capacity.search is search) == returns
-    if returns:
-        assert capacity.limit == numbers[-1], "it is not lowered any more"
-        for _ in range(64 - numbers[-1]):
-            good(capacity)
-        assert capacity.limit == search.limit == 64, "and every good answer adds one"
-
-
-def test_a_limit_without_a_ceiling_returns_to_what_the_server_took() -> None:
-    capacity = Capacity(None)
-    refuse(capacity, 100)
-    for number in (79, 62, 49, 38):
-        good(capacity)
-        capacity.limit = number
-        refuse(capacity, number)
-    for _ in range(100):
-        good(capacity)
-    assert capacity.limit is not None and capacity.limit > 80
-
-
 def test_the_way_back_is_shorter_at_a_server_that_has_grown() -> None:
     def rounds(refused_at: int) -> int:
         capacity = full()

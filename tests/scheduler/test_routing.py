@@ -201,7 +201,7 @@ def test_suspects_go_one_at_a_time_also_while_an_endpoint_waits_for_its_trial() 
         ask(scheduler)
     for ticket in granted(scheduler):
         slot = slot_of(ticket)
-        ticket.row.hits, ticket.avoid = N.suspect, frozenset({down})
+        ticket.row.hits, ticket.avoid = N.twice, frozenset({down})
         scheduler.give_back(slot)
         scheduler.again(slot)
     down.health.go_down(0.0)

@@ -77,7 +77,7 @@ class Tickets(RuleBasedStateMachine):
     def fail(self, number: int, how: str, backs_off: bool) -> None:
         slot = self.held.pop(number % len(self.held))
         if how == "crash":
-            slot.ticket.row.hits = N.suspect
+            slot.ticket.row.hits = N.twice
         elif how == "move":
             slot.ticket.avoid |= {slot.endpoint}
         elif how == "down":

@@ -92,7 +92,7 @@ class Decisions:
                     each.server.history.give_up_on(row)
                 return "fail"
             if step == "retry" or (step == "fail" and (alone or not self._is_unclear(slot))):
-                if step == "retry" or attempt.outcome != "denied" or row.denials < N.own_denials or row.asked_again:
+                if step == "retry" or attempt.outcome != "denied" or row.denials < N.several or row.asked_again:
                     return step
                 row.asked_again = True  # it may have been an outage, also if others were answered since
                 return "retry"

@@ -49,7 +49,6 @@ SILENT = Observer()
 # these limits.
 SHORTEST_GRACE, LONGEST_GRACE, GRACE_FACTOR = 6.0, 30.0, 1.2
 MOST_NAMED = 5  # rows in the message about them
-MOST_DOUBLED = 6  # times that the delay of a row that is refused for load is doubled
 
 
 class ModelCall:
@@ -368,12 +367,12 @@ class Dispatcher:
         if endpoint.given_up or endpoint.health.is_down or verdict.at_once:
             return 0.0
         if scope == "confirm":
-            return retry_delay(1, N.confirm_after, self._chance())
+            return retry_delay(1, N.moment, self._chance())
         if verdict.soon:  # the endpoint holds back all requests after a Retry-After, or else this one waits alone
             held = endpoint.server.held_until and endpoint.server.held_for == inf
             wait = 0.0 if held or endpoint.server.is_excessive(error) else asked
-            refused = max(row.refused, row.passed_over - N.passed_over)
-            delay = retry_delay(1 + min(refused, MOST_DOUBLED), wait, self._chance())
+            refused = max(row.refused, row.passed_over - N.twice)
+            delay = retry_delay(1 + min(refused, N.most_doubled), wait, self._chance())
             return min(delay, max(row.until_ripe(self.slots.loop.time()), wait))
         if verdict.move and failures == 1:
             return 0.0

@@ -192,7 +192,7 @@ class EndpointMonitor:
             self._do(endpoint, effects, now)
         if control or server.answers == 1:  # now it is known that it works, or how long a row takes
             if control or now >= self.flights.lost_at(endpoint):
-                self._alarms.set(endpoint, now + N.second_look)
+                self._alarms.set(endpoint, now + N.moment)
             self.arm(endpoint)
         if self.undecided:
             self.decisions.wake()

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from batch_agent.backends.base import Probe
-from batch_agent.dispatch.slots import LATE
 from batch_agent.errors import BackendError
 from batch_agent.foreign import describe
+from batch_agent.scheduler.numbers import N
 from batch_agent.scheduler.server import Endpoint
 
 PROBE_SECONDS = 2.0
@@ -30,7 +30,7 @@ async def probe(backend: Probed, endpoint: str) -> Probe:
     loop = asyncio.get_running_loop()
     began = loop.time()
     found = await _probe(backend, endpoint)
-    if found.state == "down" and loop.time() - began > PROBE_SECONDS + LATE:
+    if found.state == "down" and loop.time() - began > PROBE_SECONDS + N.moment:
         return await _probe(backend, endpoint)
     return found
 

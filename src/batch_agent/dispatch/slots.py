@@ -32,7 +32,6 @@ from batch_agent.value_type import lazy_property
 # stall is not late. So each deadline expires one turn of the loop after its timer, once everything that has arrived
 # was delivered.
 
-LATE = 0.25  # seconds after which a timer counts as late
 MOST_EXTENSIONS = 10  # of one deadline: a loop that is always late must not keep it open forever
 NEAR = 1.0  # seconds: only deadlines that are so near are kept in order
 
@@ -144,7 +143,7 @@ class Deadlines:
             when, _, deadline = heappop(near)
             if deadline.when != when or deadline._task is None:
                 continue
-            if late > LATE and deadline._extend(late):
+            if late > N.moment and deadline._extend(late):
                 self._put(deadline)
             else:
                 del self._live[deadline]
@@ -171,7 +170,6 @@ CONTEXT = 3.0  # times these, if the other endpoint has to compute the context o
 SLOWER = 1.25  # times what others take: then answers wait in a queue, or the endpoint is slower than the others
 SHORTEST_TAIL = 0.05  # seconds between two checks at the end of a batch
 STREAM_SILENCE = 3.0  # seconds without a byte after which an answer that has begun is recalled
-SHORTEST_GAIN = 0.1  # seconds that a move must save at least: less may be a delay of our own event loop
 # An endpoint that never answered loses its requests after this factor of the usual time or ``SLOWER`` times the slowest
 # answer of others, whichever is sooner, and at least these seconds.
 UNKNOWN_FACTOR, UNKNOWN_SECONDS = 3.0, 0.5
@@ -427,8 +425,7 @@ class Flights:
             for endpoint in self._at
             if endpoint is not best and not (endpoint.health.is_down or endpoint.health.patient)
             for place, slot in enumerate(self.at(endpoint), start=1)
-            if (left := self._seconds_left(endpoint, slot, place, fast, now) / _cost_of_moving(slot))
-            > fast + SHORTEST_GAIN
+            if (left := self._seconds_left(endpoint, slot, place, fast, now) / _cost_of_moving(slot)) > fast + N.unseen
             and _may_move(slot)
         ]
         slow.sort(key=lambda item: -item[0])

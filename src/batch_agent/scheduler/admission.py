@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from math import inf, log2
+from math import inf
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from batch_agent.messages import Usage
@@ -38,7 +38,7 @@ FARTHEST = 64  # number of turns to look ahead
 NEAR = 2  # number of turns to look ahead before a member must be admitted again
 LONG_WAIT = 5.0  # times the mean seconds of a turn: after such a tool wait a context counts half, after two a quarter
 SPAN_SECONDS, SPAN_TURNS = 1.0, 3.0  # minimum span for counting prompt tokens per second, in seconds and in turns
-QUICK, STEP = 0.1, 0.05  # the part of turns that are quick, and the learning rate of their seconds
+QUICK = 0.1  # the part of turns that are quick
 WORTH = 1.15  # agents are held back only if the turns per second grow by this factor
 MEMBERS_A_CHANGE = 32  # a projection is computed again when one member in this number has changed,
 MEASURED = 16  # answers after which the size of contexts is computed again while they fit by far
@@ -106,7 +106,7 @@ class EnginePace:
             self._began, self._tokens = self._heard, 0
         self._heard = now
         self._tokens += tokens
-        self.quick += STEP * self.quick * (QUICK - (seconds < self.quick)) if self.quick else seconds
+        self.quick += N.weight * self.quick * (QUICK - (seconds < self.quick)) if self.quick else seconds
         if now - self._began >= SPAN_SECONDS:
             rate = self._tokens / (now - self._began)
             self._early = max(self._early, rate)
@@ -374,8 +374,6 @@ class WorkingSet:
         return few >= WORTH * many
 
 
-GONE = 0.5  # an agent whose context has less weight than this must be admitted again
-RECHECK_SECONDS = 1.0  # between two checks of the context weights while an agent is held back
 RETRIED = 64  # turns that are checked again at a time
 EVICTED = 0.5  # part of an agent's own context: if less of it was cached, the context was evicted
 
@@ -485,7 +483,7 @@ class Admission(Generic[Waiting]):
             if crowded and not self._takes(working_set, now, progress.turns, _context(progress)[1]):
                 self.held[waiting] = now
                 self._lines.setdefault(progress.turns, {})[waiting] = None
-                self._recheck = now + RECHECK_SECONDS
+                self._recheck = now + REFRESH_SECONDS
                 return False
             if home is not None:
                 home.leave(progress)
@@ -537,7 +535,7 @@ class Admission(Generic[Waiting]):
         if home is None or not home.tracks:  # then its context is expected there
             return
         turn = self._forecast.seconds_per_turn
-        gone = waited > (1 - log2(GONE)) * LONG_WAIT * turn > 0
+        gone = waited > 2 * LONG_WAIT * turn > 0  # it counts less than half
         if gone and not home.is_cached(progress):
             home.leave(progress)
             del self._home[progress]

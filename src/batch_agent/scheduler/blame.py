@@ -125,13 +125,13 @@ class RowHistory:
 
     @property
     def suspect(self) -> bool:
-        return self.hits + len(self.crashes) >= N.suspect
+        return self.hits + len(self.crashes) >= N.twice
 
     def is_poison(self, max_retries: int) -> bool:
         """Return whether the row crashes servers, and not the servers fail by themselves."""
         if sum(crash.proven for crash in self.crashes) > max(1, max_retries):  # one may be a coincidence
             return True
-        if len(self.crashes) <= max(1, max_retries - N.suspect):
+        if len(self.crashes) <= max(1, max_retries - N.twice):
             return False
         lasted = self.crashes[-1].at - self.crashes[0].at
         return lasted >= N.least_trying or len({crash.endpoint for crash in self.crashes}) >= N.several
@@ -158,13 +158,13 @@ class RowHistory:
     @property
     def is_alone_refused(self) -> bool:
         """Return whether refusals for load concern this row, and say nothing about the load: the server took others."""
-        return self.passed_over >= N.passed_over
+        return self.passed_over >= N.twice
 
     def gives_way(self, delay: float) -> bool:
         """Return whether another row may start while this one waits ``delay`` seconds for its next attempt. It keeps
         its place after one failure, which may be the begin of an outage, and while refusals for load may concern all
         rows; but not for long."""
-        if self.charges or self.is_alone_refused or delay > N.long_delay:
+        if self.charges or self.is_alone_refused or delay > N.short_wait:
             return True
         return self.failures > 1 and self.overloaded_at == inf
 
@@ -511,18 +511,18 @@ class Denials:
             self._kind = kind
             self._rows.clear()
         confirms = wrong_key or (can_ask and by_status and self._answered)
-        if confirms and denial.number >= N.own_denials and row not in self._rows:
+        if confirms and denial.number >= N.several and row not in self._rows:
             return "row"  # other rows were answered meanwhile
         if not self._rows or self._denied_at is None:
             self._denied_at = denial.arrived_at
         self._rows[row] = denial.sent_at
         if confirms:
-            confirmed = sum(sent >= self._denied_at + N.confirm_after for sent in self._rows.values())
-            if confirmed >= N.confirmed or (confirmed and not left_in_flight):
+            confirmed = sum(sent >= self._denied_at + N.moment for sent in self._rows.values())
+            if confirmed >= N.twice or (confirmed and not left_in_flight):
                 return "all"
-            return "confirm" if denial.number < N.own_denials else "unclear"
+            return "confirm" if denial.number < N.several else "unclear"
         refused = len(self._rows)
-        if by_status and not self._answered and refused >= N.few_denied and left_in_flight <= refused:
+        if by_status and not self._answered and refused >= N.several and left_in_flight <= refused:
             return "all"
         return (
             "all"

@@ -11,8 +11,6 @@ refusals that follow the load lower the limit (``_is_tolerable``):
   will, because the limit grows.
 - After that, each refusal counts at the number where the server was full. At a clearly smaller number one per round is
   tolerated, once for a row: a full server refuses the row again as soon as it is sent again.
-- If refusals come at smaller and smaller numbers, and are few each time, they do not follow the load
-  (``_is_by_chance``). Then the limit returns to where it was before the first of them, and a tenth is tolerated again.
 
 A refusal that counts lowers the limit to half of the requests in flight, once per generation: requests sent before the
 limit fell give no evidence about the new limit. The limit grows back in three steps:
@@ -288,15 +286,10 @@ LEAST_FIRST, MOST_FIRST = 8, 64  # number of first answers that show how long a 
 FORGET = 0.995  # factor of the highest rate of answers with each answer
 IN_TIME = 1 / 2  # part of the time limit within which the server should answer
 PAUSE = 3  # rounds before a refused number is tried again
-VAIN = 3  # refusals of a server with few requests, without an answer between them: it refuses all, for a while
 TOLERATED = 1 / 10  # part of the requests that a server may refuse before its limit is known
-LEAST_REFUSALS = 2  # ... and this many in any case
 DEVIATIONS = 2.5  # ... and what chance may add to it, in standard deviations
 WINDOW = 512  # answers, at least: after that, older answers and refusals count half
 MOST_SINGLE = 16  # refusals of requests in flight together; more, and more than half of them: the server is full
-# Refusals in a row, each at less than this part of the number before, that show that they do not follow the load. With
-# fewer than ``LEAST_CROWD`` in flight they show nothing.
-FALLS, FALL, LEAST_CROWD = 4, 4 / 5, 8
 Before = tuple[int | None, int | None, int, int, bool, LimitSearch | None]  # what ``pardon`` restores
 WAITS, MOST_WAITS = 3, 20  # the pause in Retry-Afters: WAITS times the square root of the limit, at most MOST_WAITS
 
@@ -309,8 +302,6 @@ class Capacity:
     _answers: float  # since the limit changed; old ones count less
     _refused: float
     _twice: int  # of these, rows that had been refused before
-    _all_answers: int  # since the limit fell
-    _all_refused: int
     _crowd: int  # most requests in flight when one was refused
     # Refused rows: the generation of the refusal, whether it lowered the limit, and when the first one came.
     causes: dict[Hashable, tuple[int, bool, float]]
@@ -349,8 +340,6 @@ class Capacity:
         self._probe_at = 0.0  # and the earliest time for that
         self.tolerates = False  # the last refusal did not count: the server takes other requests meanwhile
         self._tolerated = True  # a tenth of the requests may be refused
-        self._falls = 0  # refusals since the limit first fell that did not follow the load
-        self._at_first: tuple[LimitSearch | None, int | None] = (None, ceiling)  # the search and the limit before that
         # The requests in flight when it fell: their generation, their number, and how many of them were refused.
         self._wave, self._wave_crowd, self._wave_refused = -1, 0, 0
         self._first: list[float] = []  # seconds of the first answers, sorted
@@ -373,11 +362,10 @@ class Capacity:
         """Lower the limit if a refusal follows the load: a request of ``generation`` was refused. ``wait``: the
         Retry-After. ``cause``: its row, whose next attempt shows whether the refusal concerned this row alone."""
         self.tolerates, self._last_refused = False, now
-        self._all_refused += 1
         self._old -= generation != self.generation
         if self._known is not None and not self._takes and inflight - 1 <= self._old and inflight <= self._taken / 2:
             self._vain += 1
-            if self._vain >= VAIN:
+            if self._vain >= N.several:
                 return self._dry_up(now)
         if generation != self.generation:
             self._taken -= generation == self.generation - 1
@@ -393,10 +381,6 @@ class Capacity:
             self.causes[cause] = self.generation, not self.tolerates, first
         if self.tolerates:
             return ""
-        if self._is_by_chance(refused_at):
-            self._return()
-            self.tolerates = True
-            return ""
         return self._lower(refused_at, inflight, wait, now)
 
     def _is_tolerable(self, refused_at: int, inflight: int) -> bool:
@@ -405,30 +389,9 @@ class Capacity:
         if not self._tolerated:
             return self._answered and not self._twice and self._refused <= 1 + self._answers / inflight
         requests = self._answers + inflight
-        return self._refused <= LEAST_REFUSALS + TOLERATED * requests or (
+        return self._refused <= N.twice + TOLERATED * requests or (
             not self._twice and is_chance(self._refused, requests)
         )
-
-    def _is_by_chance(self, refused_at: int) -> bool:
-        """Return whether refusals do not follow the load: they come at smaller and smaller numbers, few each time. A
-        server that others use, or that has become smaller, refuses many when the number falls, and then about there."""
-        if self._known is None or not self._answered:
-            return False
-        if refused_at >= self._refused_at or not is_chance(self._all_refused, self._all_answers + refused_at):
-            self._falls = 0
-        elif LEAST_CROWD <= refused_at < FALL * self._refused_at:
-            self._falls += 1
-        return self._falls >= FALLS
-
-    def _return(self) -> None:
-        """Let the limit grow back to where it was before it first fell: every good answer adds one."""
-        self.search, most = self._at_first
-        self._known = self._refused_at = max(1, self._taken if most is None else most)
-        if self.search is not None:
-            self.search.forget()
-        self._falls, self._tolerated = 0, True
-        self._forget_causes()
-        self._climb_from(0.0)
 
     def was_full_with(self, inflight: int) -> bool:
         """Return whether the server has refused a request while that many others, or fewer, were in flight."""
@@ -478,9 +441,6 @@ class Capacity:
             before = self.limit, self._known, self._refused_at, self._taken, self._tolerated, self.search
             self._before = before
             self._wave, self._wave_crowd, self._wave_refused = self.generation, refused_at, int(self._refused)
-        if self._known is None or self.search is not None:
-            self._at_first = self.search, self.limit if self.search is None else self.search.limit
-            self._falls = 0
         gain, pace = 0.0, PACE
         if self._answered or self._known is None:  # else the server is still full, which is no new evidence
             # A limit of one tries two sooner than the rule says, because it is the smallest.
@@ -561,7 +521,6 @@ class Capacity:
         if self._plea in self.causes and (reason := self.pardon(self._plea, sent_at)):
             return reason
         self._answers += 1
-        self._all_answers += 1
         if self._answers >= WINDOW and self._answers >= 4 * (self.limit or 0):
             self._answers, self._refused, self._crowd = self._answers / 2, self._refused / 2, 0
         limit, known = self.limit, self._known
@@ -686,10 +645,9 @@ class Capacity:
         self.generation += 1
         self._count_anew()
         self._gain, self._pace = gain, pace
-        self._all_answers = self._all_refused = 0
 
 
 def is_chance(refused: float, requests: float) -> bool:
     """Return whether that many refusals may come from a server that refuses a tenth of all requests by chance."""
     tolerated = TOLERATED * requests
-    return refused <= max(LEAST_REFUSALS, tolerated + DEVIATIONS * sqrt(tolerated))
+    return refused <= max(N.twice, tolerated + DEVIATIONS * sqrt(tolerated))

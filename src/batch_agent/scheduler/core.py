@@ -31,7 +31,9 @@ from batch_agent.errors import InternalError
 from batch_agent.messages import Usage
 from batch_agent.scheduler.admission import Admission
 from batch_agent.scheduler.blame import RowHistory
+from batch_agent.scheduler.capacity import MOST, START
 from batch_agent.scheduler.lanes import Lanes
+from batch_agent.scheduler.numbers import N
 from batch_agent.scheduler.ordering import (
     FIRST,
     LAST,
@@ -46,13 +48,9 @@ from batch_agent.scheduler.rates import Reservation
 from batch_agent.scheduler.routing import Router
 from batch_agent.scheduler.server import Endpoint
 
-MOST_AT_TOOLS = 1024  # agents that may wait for saturated tools while the number of slots is unlimited
-IN_PLACE = 64  # agents that may start in place of agents that wait for a retry; or as many as there are slots
 MOST_ASIDE = 8  # turns set aside after a failed trial; above that, a new agent starts only once in as many trials
-MUCH_SLOWER = 2.0  # an agent leaves its endpoint if it takes this many times the seconds of another endpoint
 AFTER_CRASH = 10.0  # seconds by which a suspect is tried later for each crash of a server, if others wait
-CHANCE = 0.1  # seconds; a smaller difference between two endpoints is ignored
-ELSEWHERE, SHORTEST_ELSEWHERE = 2.0, 1.0  # wait for another endpoint: factor over the usual wait, and seconds
+SHORTEST_ELSEWHERE = 1.0  # seconds of the wait for another endpoint
 
 State = Literal["waiting", "set aside", "off the queue"]
 
@@ -228,7 +226,7 @@ class Scheduler:
             rows = inf if self.forecast.rows is None else self.forecast.rows
             if len(self.aside) >= MOST_ASIDE + trials // MOST_ASIDE and rows > len(self.aside):
                 return False
-        if self.at_tools and self.at_tools >= min(self.inflight + spare, MOST_AT_TOOLS):
+        if self.at_tools and self.at_tools >= min(self.inflight + spare, MOST):
             return False
         nowhere = not self.waiting or self.waiting == len(self._parking.parked) + len(self._lanes.places)
         if nowhere and spare > self.backing_off - (self.giving_way and self._in_their_place()):
@@ -241,7 +239,7 @@ class Scheduler:
         """Return how many agents may start in place of those that give way. Not any number: the next rows may fail as
         well, and their agents would pile up."""
         slots = self.slots
-        return min(self.giving_way, max(IN_PLACE, self.inflight if slots is None else slots))
+        return min(self.giving_way, max(START, self.inflight if slots is None else slots))
 
     def _spare(self) -> float:
         """Return the number of slots that would stay idle."""
@@ -564,7 +562,7 @@ class Scheduler:
         if home is None or home in ticket.avoid:
             pass
         elif router.is_free(home) and home.has_slot(now):
-            if best is None or router.seconds(home) <= MUCH_SLOWER * router.seconds(best) + worth + CHANCE:
+            if best is None or router.seconds(home) <= N.much_slower * router.seconds(best) + worth + N.unseen:
                 return home
         elif worth > router.wait(home, self._parking.waiting(home)):
             self._park(ticket, home, now + worth)
@@ -585,7 +583,7 @@ class Scheduler:
         silent, and the first one up again. A hedge has not failed, and waits for as long as its first request."""
         if not ticket.row.tested:
             return inf
-        return max(SHORTEST_ELSEWHERE, ELSEWHERE * self.router.wait(other, self._parking.waiting(other)))
+        return max(SHORTEST_ELSEWHERE, N.much_slower * self.router.wait(other, self._parking.waiting(other)))
 
     def _park(self, ticket: Ticket, place: Endpoint | str, due: float = inf) -> None:
         self._wait(ticket)

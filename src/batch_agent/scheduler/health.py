@@ -148,7 +148,7 @@ class Health:
 
     def is_sound(self, now: float) -> bool:
         """Return whether it has recently proved to be up."""
-        return now - self.up_at <= N.fresh
+        return now - self.up_at <= N.longest_pause
 
     @property
     def grace(self) -> float:
@@ -185,26 +185,27 @@ class Health:
         if self.patient or self.is_mute:
             return None
         if not self._good:  # it has only refused, which says nothing about the time of an answer
-            return max(N.first_answer, (now - self.down_since) * N.trial_share)
-        return max(N.shortest_trial, 2 * self.slowest, (now - self.down_since) * N.trial_share)
+            return max(N.minute, (now - self.down_since) * N.pause_share)
+        return max(N.short_wait, 2 * self.slowest, (now - self.down_since) * N.pause_share)
 
     def control_seconds(self, now: float, max_outage: float = inf) -> float:
         """Return the time limit of a control request. Before the first answer it is part of the patience of a
         dispatcher that has one."""
         if not self._good:
-            seconds = N.first_answer if self.is_down else N.first_controls[self._unanswered]
+            seconds = N.minute if self.is_down else N.shortest_control * (1 + self._unanswered)
             return min(seconds, max(N.shortest_control, max_outage))
         shortest = N.shortest_control
         if self.is_learnt and (self._looks or self.is_down):
             # It is silent, or was. One that hangs is asked again soon; one that is slow gets more time at each trial.
             tried = min(self.trials, N.most_doubled) if self.is_down else 0
-            shortest = min(shortest, N.shortest_trial * 2.0**tried)
+            shortest = min(shortest, N.short_wait * 2.0**tried)
         return max(shortest, 2 * self.slowest, 4 * self.slowest_control, self.trial_seconds(now) or 0.0)
 
     def asks_again(self, max_outage: float = inf) -> bool:
         """Return whether a control request that was not answered in time proves nothing, and another one is sent."""
-        waited = sum(N.first_controls[: self._unanswered + 1])
-        if self._good or self._unanswered == len(N.first_controls) - 1 or waited >= max_outage:
+        sent = self._unanswered + 1
+        waited = N.shortest_control * sent * (sent + 1) / 2
+        if self._good or sent == N.several or waited >= max_outage:
             return False
         self._unanswered += 1
         return True

@@ -11,10 +11,28 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
+    # Rate limits count by it, so a longer Retry-After may concern one row. Gateways and key servers restart within it. A
+    # server that has answered nothing may load a model: its control requests have so much time.
+    minute: float = 60.0
+
+    # How often something happens before it is taken for more than chance.
+    twice: int = 2  # a row crashes servers or is refused for load; rows are denied; a full server refuses
+    several: int = 3  # rows or attempts that fail, with nothing that was answered meanwhile
+    learnt: int = 10  # answers that show how long one takes, and requests that show what a server takes
+    moment: float = 0.25  # what arrives within it was caused together, or waited in the event loop
+
+    # Speed.
+    weight: float = 0.1  # of the latest answer in a mean
+    much_slower: float = 2.0  # times: than another server, or than a wait was expected to be
+    unseen: float = 0.1  # a smaller difference between two servers may be a delay of our own event loop
+
     # Trials of a server that is down. The time lost after its return stays a small share of the outage.
     first_pause: float = 0.5  # a server that restarts a worker is back in less
-    longest_pause: float = 30.0  # one request in 30 s disturbs no other client, however long the outage is
-    pause_share: float = 1 / 300  # of the outage so far: 10 s are reached after 50 minutes
+    # One request in 30 s disturbs no other client, however long the outage is. So old is evidence that a server is up.
+    longest_pause: float = 30.0
+    # Part of the outage so far: a pause of 10 s is reached after 50 minutes. A trial may take as long, or a short wait:
+    # a server that starts cold answers more slowly.
+    pause_share: float = 1 / 300
     denied_share: float = 1 / 20  # the same if it denies every row: a gateway that reloads takes seconds, a key hours
     limited_share: float = 1 / 3  # the same if it refuses every request: each refused request may count for its limit
     jitter: float = 0.3  # random part of a pause, so that many runs do not try together
@@ -22,53 +40,38 @@ class Numbers:
     # up to this: one asked for a day, and answered 3 s later.
     longest_hold: float = 300.0
     first_hold: float = 15.0
-    shortest_trial: float = 2.0  # that a trial may take
-    trial_share: float = 1 / 240  # ... of the outage so far: a server that starts cold answers more slowly
     shortest_grace: float = 1.0  # for requests from before an outage, after its end
 
     # Silence: nothing at all arrives for much longer than the slowest answer took.
-    learnt: int = 10  # good answers before the slowest of them is used
     shortest_silence: float = 5.0
     silence_factor: float = 6.0  # over the slowest answer
-    most_doubled: int = 6  # times that the wait between two looks at a silent server is doubled
+    most_doubled: int = 6  # times that the wait is doubled: for a silent server, a long hold, a row refused for load
     few_slow: int = 8  # requests in flight that may all be of rows that take long
-    second_look: float = 0.25  # after a stall of the event loop, answers that arrived are read first
-    fresh: float = 30.0  # an answer or a good probe is evidence that it is up for so long
 
     # Control requests.
-    shortest_control: float = 10.0  # a control request may wait in the server's queue
-    first_answer: float = 60.0  # the same while the server has answered nothing: it may load a model
-    first_controls: tuple[float, ...] = (10.0, 20.0, 30.0)  # the same before it is down: each may be lost
+    # A control request may wait in the server's queue. Before the server is down, each may be lost, and each of several
+    # gets so much more.
+    shortest_control: float = 10.0
     control_pause: float = 5.0  # between two of them that find out whether refusals for load concern rows
 
     # The end of patience, for a dispatcher that has one.
     never_reached: float = 30.0  # a server that was never reached: probably a wrong address
-    denied: float = 60.0  # of denials after good answers; before one, the second denial is the end
 
     # Denials: which rows does a 401, 403 or 404 concern?
-    confirm_after: float = 0.25  # requests in flight together are denied together, by one mistake of a gateway
-    confirmed: int = 2  # rows denied in such a later request, while others are in flight
-    own_denials: int = 3  # denials of one row, while others were answered, that are the row's own fault
     several_denied: int = 10  # rows with a status that may concern all; a moderator may refuse a few in a row
-    few_denied: int = 3  # the same before any good answer, with few requests in flight
     many_denied: int = 20  # rows with the same message and another status
 
     # Refusals for load.
-    proven_answers: int = 20  # good answers after which a Retry-After of one request may be chance
-    excessive: float = 60.0  # a Retry-After above this, after good answers, is confirmed by a second request
-    short_wait: float = 2.0  # a shorter Retry-After costs less than finding out whether it concerns all rows
+    # A shorter Retry-After costs less than finding out whether it concerns all rows. A row that waits no longer keeps
+    # its place, and a trial may take so long.
+    short_wait: float = 2.0
     # Retry-After of a server that is full; longer ones are mostly those of limits per minute. A server with 16 slots
     # that asked for 5 s was taken for one that takes 16 requests per minute, and used for a fiftieth.
     short_hold: float = 10.0
-    passed_over: int = 2  # times that a row is refused while others are answered, until it counts as the cause
-    least_refused: float = 65.0  # that a row is refused, alone, before it fails: rate limits count by the minute
 
     # Failures that either side may have caused.
-    several: int = 3  # rows whose failures put a server down without a probe
     most_convicted: int = 100  # rows charged because of control requests alone, without the answer of a row
-    suspect: int = 2  # hits and crashes after which a row is tried last and alone
     least_trying: float = 20.0  # of failures before a row is charged because of probes alone
-    long_delay: float = 2.0  # between two attempts during which a row keeps its place
 
     # What the KV cache holds. Chosen by recordings of vLLM 0.26 and SGLang 0.5.16 on an H200.
     longest_lag: float = 20.0  # of an engine's count until it moves; vLLM's stood at 0 for 18 s after a cold start
@@ -85,6 +88,11 @@ class Numbers:
     least_margin: float = 0.3
     learnt_loss: float = 0.8  # largest change of a learnt size after one eviction
     learnt_gain: float = 1.01  # ... and after one hit near it
+
+    @property
+    def least_refused(self) -> float:
+        """How long a row is refused, alone, before it fails: rate limits count by the minute."""
+        return self.minute + self.control_pause
 
 
 N = Numbers()

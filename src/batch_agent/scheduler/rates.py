@@ -20,9 +20,10 @@ from math import ceil, inf
 from typing import NamedTuple
 
 from batch_agent.messages import Allowance, Quota, Usage
+from batch_agent.scheduler.numbers import N
 from batch_agent.scheduler.retry import LONGEST_RETRY_AFTER
 
-MINUTE = 60.0
+MINUTE = N.minute
 SLACK = 1.0  # seconds: requests arrive later than they leave, and later still if they must connect first
 RESET_SLACK = 0.5  # seconds, after the reset time that a provider names
 
@@ -192,11 +193,9 @@ class RateWindow:
 # minute, but the trial that shows it may wait for a slot.
 LEAST_DROUGHT, LONGEST_DROUGHT = 5.0, 90.0
 NEARLY = 0.8  # part of the learnt limit: a refusal after that many requests is due to it
-LEAST_TAKEN = 10  # requests in a minute: a server that has taken fewer may be full of others' requests
 RAISED = 1 / 50  # part by which it is raised after a minute without a refusal; doubles each minute
 DOUBTED = 1 / 4  # the same until a refusal has confirmed it, after one more request and then every DOUBT seconds
 DOUBT = 2.0
-LONGEST_RAISE = 10 * MINUTE  # time between two raises, which doubles when one was too much
 
 
 class LearntRate:
@@ -230,7 +229,7 @@ class LearntRate:
         False if they are too few to tell."""
         counted = self.used(now)
         self._estimate, self._spread = counted or answers, 0.0 if counted else seconds
-        return self._estimate >= LEAST_TAKEN
+        return self._estimate >= N.learnt  # a server that takes fewer may be full of others' requests
 
     def learn(self, free_at: float) -> None:
         """Take the estimate as the limit: the provider has refused everything for a while, and takes requests again
@@ -253,7 +252,7 @@ class LearntRate:
         if self._doubted and not certain:
             return True
         if sent_at > self._lowered_at:  # requests that were in flight together tell the same
-            self._raise_after = min(LONGEST_RAISE, 2 * self._raise_after)
+            self._raise_after *= 2
             self._doubted, self._raised_by = False, RAISED
         self.limit, self._lowered_at, self._raise_at = max(1, min(used, self.limit)), now, now + self._raise_after
         return True

@@ -22,9 +22,6 @@ from batch_agent.messages import Usage
 from batch_agent.scheduler.numbers import N
 from batch_agent.scheduler.server import Endpoint
 
-LEARN = 0.1  # the weight of the latest first prompt in the mean
-LEARN_ALL = 0.05  # the weight of the latest answer in the mean seconds per turn of all
-UNKNOWN = 2.0  # an endpoint that has never answered is expected to take this many times the usual seconds
 SLOW = 1.5  # an endpoint above this many times the usual seconds per turn is checked before use
 PRIOR_SECONDS = 1e-4  # per token to compute, until answers have shown it
 PRIOR_WEIGHT = 1e6  # tokens squared
@@ -151,7 +148,7 @@ class Router:
         if standing.works and standing.spare > 0:
             server = endpoint.server
             # An endpoint that has never answered ranks behind those that have.
-            seconds = server.seconds or max(UNKNOWN * self.usual, server.unanswered) or 1.0
+            seconds = server.seconds or max(N.much_slower * self.usual, server.unanswered) or 1.0
             score = (server.inflight + 1) * seconds / server.weight
             heap = self._heaps[kind]
             heappush(heap, (score, self._numbers, endpoint))
@@ -255,13 +252,13 @@ class Router:
     def answered(self, seconds: float) -> None:
         self._answers += 1
         self.slowest = max(self.slowest, seconds)
-        self.usual += max(LEARN_ALL, 1 / self._answers) * (seconds - self.usual)
+        self.usual += max(N.weight, 1 / self._answers) * (seconds - self.usual)
 
     def learn_prefix(self, usage: Usage, seconds: float, *, first: bool) -> None:
         if usage.prompt_tokens:
             self.prefix.learn(usage.prompt_tokens - usage.cached_tokens, seconds)
             if first:
-                self.first_tokens += LEARN * (usage.prompt_tokens - self.first_tokens)
+                self.first_tokens += N.weight * (usage.prompt_tokens - self.first_tokens)
 
     def works(self, endpoint: Endpoint) -> bool:
         standing = self._standing.get(endpoint)

@@ -78,9 +78,6 @@ if TYPE_CHECKING:
 
 ALL_REFUSED = "the run stopped because every row is refused: {error}"
 SAME_TIME = 1e-3  # seconds: two requests that were sent together
-LEARN = 0.1  # the weight of the latest answer in the seconds per turn
-LEARN_GAP = 0.05  # ... in the seconds between two answers
-NUDGE = 1.05  # factor by which an answer raises or lowers the median
 MOST_REASONS = 50  # that are remembered
 NONE: Effects = []
 WAKE, PROBE, CONTROL = Wake(), SendProbe(), Control()
@@ -344,10 +341,10 @@ class ServerState:
 
     def learn(self, seconds: float, now: float) -> None:
         """Learn the speed from an answer that took ``seconds``."""
-        self.seconds += (LEARN if self.seconds else 1.0) * (seconds - self.seconds)
-        self.usual = seconds if not self.answers else self.usual * (NUDGE if seconds > self.usual else 1 / NUDGE)
+        self.seconds += (N.weight if self.seconds else 1.0) * (seconds - self.seconds)
+        self.usual = seconds if not self.answers else self.usual * (1 + N.weight) ** (1 if seconds > self.usual else -1)
         self.answers += 1
-        self.gap += max(LEARN_GAP, 1 / self.answers) * (min(seconds, now - self.answered_at) - self.gap)
+        self.gap += max(N.weight, 1 / self.answers) * (min(seconds, now - self.answered_at) - self.gap)
         self.answered_at = now
 
     def _is_alive(self, slot: Slot, seconds: float, now: float, effects: Effects) -> None:
@@ -544,7 +541,7 @@ class ServerState:
         health = self.health
         health.reason, health.heard = str(error), now
         self._trial_failed(slot, around, now, effects)
-        lasts, alone = now - health.down_since >= N.denied, self.inflight <= 1
+        lasts, alone = now - health.down_since >= N.minute, self.inflight <= 1
         is_over = lasts if self.denials.has_answered else slot.trial and alone
         if is_over and not around.others_work and around.first_patience < inf:
             effects.append(GiveUp("failed", ALL_REFUSED.format(error=error)))
@@ -554,7 +551,7 @@ class ServerState:
     def is_excessive(self, error: BackendError, patience: float = inf) -> bool:
         """Return whether a refusal for load that asks for a long wait may concern only its row."""
         may_work = self.denials.has_answered or self.inflight > 1
-        return error.overload and (error.retry_after or 0.0) > min(N.excessive, patience) and may_work
+        return error.overload and (error.retry_after or 0.0) > min(N.minute, patience) and may_work
 
     def _is_confirmed(self, slot: Slot, around: Around, now: float) -> bool:
         """Return whether a long wait concerns all rows: another row was asked for it, with no answer since the first.
@@ -583,7 +580,7 @@ class ServerState:
             self.refused_since = now
         if self.inflight > 1:
             self._limit(capacity.overloaded(slot.generation, self.inflight, wait, now, cause=row), now, effects)
-            proven = self.answers >= N.proven_answers
+            proven = self.answers >= N.learnt
             if capacity.tolerates and not control and not excessive and (not wait or proven):
                 return  # the server takes other requests meanwhile; only this one waits
             if wait > N.short_wait and proven and not self._is_confirmed(slot, around, now):
@@ -764,7 +761,7 @@ class ServerState:
         if event.heard > health.heard:
             health.heard = event.heard
         elif self._quiet != health.heard:  # after a stall of the loop, read pending answers first
-            self._quiet, self._look_at = health.heard, now + N.second_look
+            self._quiet, self._look_at = health.heard, now + N.moment
         elif now < self._silent_at(around.silence):
             return
         elif around.others_work:
