@@ -65,7 +65,7 @@ def test_a_cache_that_holds_more_than_it_reports_is_learnt_from_evictions() -> N
     for _ in range(20):  # requests in flight may still wait in the engine, so their contexts prove nothing
         size.found(15_000, certain=9_000)
     assert size.capacity == 10_000
-    for _ in range(N.larger):
+    for _ in range(N.several):
         size.found(15_000, certain=15_000)
     assert size.capacity is None
     size.evicted(40_000)

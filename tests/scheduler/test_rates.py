@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batch_agent.messages import Allowance, Quota, Usage
-from batch_agent.scheduler.rates import MINUTE, RESET_SLACK, SLACK, LearntRate, Rates, Reservation, is_spent
+from batch_agent.scheduler.rates import MINUTE, SLACK, LearntRate, Rates, Reservation, is_spent
 
 
 def begin(rates: Rates, now: float) -> Reservation:
@@ -74,7 +74,7 @@ def test_what_the_headers_leave_is_kept_to_until_they_say_it_is_full() -> None:
     for _ in range(2):
         assert rates.free_at(10.0) <= 10.0
         rates.begin(10.0)
-    assert rates.free_at(10.0) == 40.0 + RESET_SLACK
+    assert rates.free_at(10.0) == 40.0 + SLACK
     assert rates.free_at(41.0) <= 41.0
 
 

@@ -24,7 +24,7 @@ def test_the_size_of_a_cache_has_a_reason_and_a_history() -> None:
     )  # fmt: skip
     server.on(events.Reading(Load(kv_tokens=65_536)), 2.0)
     assert server.why() == [why]
-    for _ in range(N.larger):
+    for _ in range(N.several):
         server.memory.found(distance=100_000, certain=100_000)
     server.on(events.Reading(Load(kv_tokens=65_536)), 3.0)
     assert [each.rule for each in server.why()] == ["the cache is larger than reported"]

@@ -16,12 +16,11 @@ from batch_agent.backends.base import Backend, Load
 from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.errors import BackendError, Unavailable
 from batch_agent.foreign import describe
+from batch_agent.scheduler.numbers import N
 from batch_agent.scheduler.server import Endpoint
 
 FIRST_SECONDS, READ_SECONDS = 0.3, 1.0  # before the first reading, and between two
-LONGEST_SECONDS = 2.0  # for one reading
 ENDPOINTS_A_SECOND = 50  # in a large fleet each endpoint is read less often
-FAILURES = 3  # in a row, after which the engine counts as one without load metrics
 
 Hold = Callable[[bool], None]
 logger = logging.getLogger("batch_agent")
@@ -58,7 +57,7 @@ async def poll_load(
         yield
     finally:
         reading.cancel()
-        await asyncio.wait([reading], timeout=LONGEST_SECONDS)
+        await asyncio.wait([reading], timeout=N.short_wait)
 
 
 class LoadPoller:
@@ -95,7 +94,7 @@ class LoadPoller:
 
     async def _read(self, endpoint: Endpoint) -> Load | None:
         try:
-            async with asyncio.timeout(LONGEST_SECONDS):
+            async with asyncio.timeout(N.short_wait):
                 load = await self._backend.load(endpoint.name)
                 if load is None:
                     raise Unavailable("no load metrics")
@@ -113,7 +112,7 @@ class LoadPoller:
 
     def _failed(self, endpoint: Endpoint, error: Exception, unexpected: bool = False) -> None:
         failures = self._failures[endpoint.name] = self._failures.get(endpoint.name, 0) + 1
-        if failures < FAILURES:
+        if failures < N.several:
             return
         self._dispatcher.endpoints.unread(endpoint)
         if not self._warned:

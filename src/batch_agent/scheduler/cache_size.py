@@ -48,7 +48,7 @@ class CacheSize:
     @property
     def is_believed(self) -> bool:
         """Whether the reported size is used."""
-        return self.reported is not None and not self.is_one_of_several and self._larger < N.larger
+        return self.reported is not None and not self.is_one_of_several and self._larger < N.several
 
     @property
     def capacity(self) -> int | None:
@@ -61,7 +61,7 @@ class CacheSize:
         """Return which rule decides the size, and its evidence; two empty texts while nothing is known."""
         if self.is_one_of_several:
             return "the report is that of one of several replicas", "the engine counts less than half of our requests"
-        if self.reported is not None and self._larger >= N.larger:
+        if self.reported is not None and self._larger >= N.several:
             return (
                 "the cache is larger than reported",
                 f"{self._larger} contexts beyond {self.reported} tokens were cached",
@@ -103,7 +103,7 @@ class CacheSize:
         # What was answered before the lag began, and sent after the span began, must be counted.
         settled = next((mark for mark in reversed(marks) if mark.at <= latest.at - lag), first)
         certain = settled.ours - first.ours - first.in_flight
-        if certain >= N.least_counted:
+        if certain >= N.learnt:
             self.is_one_of_several = latest.counted - first.counted < N.counted_share * certain
 
     def found(self, distance: int, certain: int) -> None:

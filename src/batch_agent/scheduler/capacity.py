@@ -72,13 +72,12 @@ QUICK_SECONDS = 10.0  # an answer within this time allows the steps beyond ``BLI
 MOST = 1024  # upper end of the search
 CALIBRATING = 8  # start of a search that must find the knee even at a slow engine
 RAMP_SECONDS = 0.2  # long enough for a refusal to arrive; each step waits twice as long as the one before
-ENOUGH = 16  # minimum number of answers to judge a stage
+ENOUGH = 16  # minimum number of answers to judge a stage, and of refusals that show that the server is full
 GAIN = 1.08  # throughput gain that twice as many must bring
 STEEP = 4  # growth per round of an endpoint in a fleet, up to ``START``
 QUEUED = 1.6  # if even the fast ones of the later answers take this many times as long, they waited in a queue
 TINY = 1e-9  # seconds to use for an answer that took no time
 PROBE_GAIN, PROBE_LOSS = 1.05, 0.98  # throughput that 50% more must bring, and that a third fewer must keep
-PROBE_SECONDS = 60.0
 FLEET_PROBE_SECONDS = 15.0  # in a fleet a wrong number costs more, because the rows could go elsewhere
 
 Progress = tuple[int, bool, int, float]  # the limit, whether it still climbs, the best limit so far, and its throughput
@@ -243,7 +242,7 @@ class LimitSearch:
             self._best, self._down, self._probe_at = self.limit, True, now
         if self.limit == self._best:
             self._best_rate = rate  # the current rate
-            pause = PROBE_SECONDS if self._by_clock else FLEET_PROBE_SECONDS
+            pause = N.minute if self._by_clock else FLEET_PROBE_SECONDS
             self._probe_at = self._probe_at or now + pause
             if now < self._probe_at:
                 return ""
@@ -276,22 +275,17 @@ def _low(values: Iterable[float]) -> float:
 
 GIVEN_UP = 1 / 8  # part of the limit that is left to others after a refusal
 LEFT_TO_OTHERS = 1 / 4  # the same if the server took more before: others use it now, or it has become smaller
-ALIKE = 1 / 16  # two numbers differ by less than this part
 PACE, DOUBLING = 1 / 5, 2  # slots per round at the start of slow growth; rounds until the pace doubles
 GROWN_PACE = 1  # ... if the refused number was more than twice the one before: the server has grown
 GROWN = 1 / 2  # part of the limit by which it grows per round at a server that takes more than before
 LONG = 1 / 8  # part of the time limit of a request: an answer that takes longer may have waited in a queue
-WAITED = 1.8  # an answer that took this many times the seconds of fast ones has waited
-LEAST_FIRST, MOST_FIRST = 8, 64  # number of first answers that show how long a fast one takes
-FORGET = 0.995  # factor of the highest rate of answers with each answer
+LEAST_FIRST = 8  # number of first answers that show how long a fast one takes
 IN_TIME = 1 / 2  # part of the time limit within which the server should answer
 PAUSE = 3  # rounds before a refused number is tried again
 TOLERATED = 1 / 10  # part of the requests that a server may refuse before its limit is known
 DEVIATIONS = 2.5  # ... and what chance may add to it, in standard deviations
 WINDOW = 512  # answers, at least: after that, older answers and refusals count half
-MOST_SINGLE = 16  # refusals of requests in flight together; more, and more than half of them: the server is full
 Before = tuple[int | None, int | None, int, int, bool, LimitSearch | None]  # what ``pardon`` restores
-WAITS, MOST_WAITS = 3, 20  # the pause in Retry-Afters: WAITS times the square root of the limit, at most MOST_WAITS
 
 
 class Capacity:
@@ -384,7 +378,9 @@ class Capacity:
         return self._lower(refused_at, inflight, wait, now)
 
     def _is_tolerable(self, refused_at: int, inflight: int) -> bool:
-        if self._known is not None and refused_at >= (1 - ALIKE) * self._refused_at - 1:  # it was full at this number
+        if (
+            self._known is not None and refused_at >= (1 - GIVEN_UP) * self._refused_at - 1
+        ):  # it was full at this number
             return self._tolerated and self._refused <= 1
         if not self._tolerated:
             return self._answered and not self._twice and self._refused <= 1 + self._answers / inflight
@@ -406,7 +402,7 @@ class Capacity:
             if self.causes[cause][1]:
                 self._plea = cause
             return ""
-        if self._before is not None and self._wave_refused > max(MOST_SINGLE, self._wave_crowd / 2):
+        if self._before is not None and self._wave_refused > max(ENOUGH, self._wave_crowd / 2):
             return ""
         generation, lowered, _ = self.causes.pop(cause, (-1, False, 0.0))
         if generation == self.generation:
@@ -444,7 +440,7 @@ class Capacity:
         gain, pace = 0.0, PACE
         if self._answered or self._known is None:  # else the server is still full, which is no new evidence
             # A limit of one tries two sooner than the rule says, because it is the smallest.
-            fewer = refused_at < (1 - ALIKE) * self._refused_at
+            fewer = refused_at < (1 - GIVEN_UP) * self._refused_at
             given_up = LEFT_TO_OTHERS if fewer else GIVEN_UP
             self._taken = self._taken if fewer else refused_at - int(self._refused)
             known = max(1.5, refused_at * (1 - given_up) - 1)
@@ -453,10 +449,8 @@ class Capacity:
             self._known, self._refused_at = int(known), refused_at
             gain = known - self._known
             self._pause = PAUSE
-            # All slots are idle during a long Retry-After, so it must be rare. A small share loses less and retries
-            # sooner, so that it does not always compete with a large share at its maximum.
-            longest = N.short_hold if wait <= N.short_hold else inf
-            self._probe_at = now + min(longest, wait * min(MOST_WAITS, WAITS * sqrt(refused_at)))
+            # All slots are idle during a Retry-After, so it must be rare.
+            self._probe_at = now + (max(wait, N.short_hold) if wait else 0.0)
         self.limit = max(1, refused_at // 2)
         self.search, self.others = None, 0  # the server itself reported its limit
         self._answered = self._takes = False
@@ -468,14 +462,14 @@ class Capacity:
     def timed_out(self, meanwhile: int, seconds: float) -> str:
         """Lower the limit after a request that waited in the server's queue timed out after ``seconds``.
         ``meanwhile``: number of answers that arrived in this time."""
-        self._rate = max(meanwhile / seconds, self._rate * FORGET)
+        self._rate = max(meanwhile / seconds, self._rate * N.forget)
         return self._shorten_queue(seconds)
 
     def _has_waited(self, seconds: float) -> bool:
         """Return whether an answer that took so long has waited in the server's queue: it took much longer than the
         fast quarter of the first answers. Fewer than ``LEAST_FIRST`` do not show how much answers differ."""
         first = self._first
-        return len(first) >= LEAST_FIRST and seconds > WAITED * first[len(first) // 4]
+        return len(first) >= LEAST_FIRST and seconds > QUEUED * first[len(first) // 4]
 
     def _shorten_queue(self, patience: float) -> str:
         """Lower the limit to the number of requests that the server answers within a part of the time limit."""
@@ -505,10 +499,10 @@ class Capacity:
     def succeeded(self, sent_at: float, seconds: float, tokens: int, now: float, meanwhile: int = 0) -> str:
         """Raise the limit, if possible, after a good answer to a request sent at ``sent_at`` that took ``seconds``.
         ``meanwhile``: number of answers that arrived in this time, with this one."""
-        if len(self._first) < MOST_FIRST:
+        if len(self._first) < START:
             insort(self._first, seconds)
         if seconds > LONG * self.patience:
-            self._rate = max(meanwhile / seconds, self._rate * FORGET)
+            self._rate = max(meanwhile / seconds, self._rate * N.forget)
             if self._has_waited(seconds) and (reason := self._shorten_queue(self.patience)):
                 return reason
         self._answered = True

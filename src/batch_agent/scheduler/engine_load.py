@@ -12,14 +12,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SHORT, LONG, KEPT = 1 / 8, 1.0, 1 / 2  # of the running requests: a short queue, a long one, the rest of a long one
+from batch_agent.scheduler.numbers import N
+
+# Part of the running requests: a short queue, a long one, the rest of a long one. If more than a short queue has were
+# preempted between two readings, memory is short.
+SHORT, LONG, KEPT = 1 / 8, 1.0, 1 / 2
 OURS = 0.45  # part of the engine's requests; below this, other runs have the larger part
 LEAST = 4  # a queue of this many requests is short at any engine
-STEP, STEP_SHARE = 8, 16  # the limit grows by STEP slots, or by limit / STEP_SHARE if that is more
-SHRINK = 0.85
+STEP = 16  # slots by which the limit grows once the queue was long
 FULL = 0.95  # of the KV cache
-THRASHES = 1 / 8  # part of the running requests that was preempted between two readings
-CALM, PAUSE = 10, 3  # readings without growth after that, and readings until it may lower the limit again
+CALM = 10  # readings without growth after many requests were preempted
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +53,9 @@ class LoadGuide:
         long = waiting > max(LEAST, running * LONG) and running > 0
         was_long, self._long = self._long, long
         thrashes = self._thrashes(load)
-        if thrashes and self._calm <= CALM - PAUSE:
+        if thrashes and self._calm <= CALM - N.several:
             self._calm, self._grown = CALM, True
-            return _down(limit, int(min(limit, inflight) * SHRINK), "the engine is short of memory")
+            return _down(limit, int(min(limit, inflight) * (1 - SHORT)), "the engine is short of memory")
         if long and was_long:
             self._grown = True
             share = (running * (1 + KEPT) + LEAST) / (running + waiting)
@@ -64,7 +66,7 @@ class LoadGuide:
         room = short or (not long and inflight < OURS * (running + waiting))
         if self._calm or not room or 10 * inflight < 9 * limit or (load.kv_usage or 0.0) > FULL:
             return None
-        more = limit + max(STEP, limit // STEP_SHARE) if self._grown or not short else 2 * limit
+        more = limit + STEP if self._grown or not short else 2 * limit
         more = more if most is None else min(more, most)
         if more <= limit:
             return None
@@ -73,7 +75,7 @@ class LoadGuide:
     def _thrashes(self, load: Load) -> bool:
         before, now = self._preemptions, load.preemptions
         self._preemptions = now
-        return before is not None and now is not None and now - before > load.running * THRASHES
+        return before is not None and now is not None and now - before > load.running * SHORT
 
 
 def _down(limit: int, fewer: int, reason: str) -> tuple[int, str] | None:

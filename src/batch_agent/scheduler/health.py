@@ -174,7 +174,7 @@ class Health:
         """Return the seconds until the next trial, partly random so that many runs do not coincide."""
         lasted = now - (self.down_since if since is None else since)
         is_limited = self.is_limited and lasted < MINUTE  # a limit per minute lets requests through again by then
-        share = N.limited_share if is_limited else N.denied_share if self.is_denied else N.pause_share
+        share = N.refused_share if is_limited or self.is_denied else N.pause_share
         longest = min(N.longest_pause, N.first_pause + lasted * share)
         if is_limited:
             longest = min(longest, N.first_pause + MINUTE - lasted)

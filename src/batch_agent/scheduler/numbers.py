@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    # Rate limits count by it, so a longer Retry-After may concern one row. Gateways and key servers restart within it. A
+    # Rate limits count by it, so a longer Retry-After may concern one row. Gateways and key servers restart in it. A
     # server that has answered nothing may load a model: its control requests have so much time.
     minute: float = 60.0
 
@@ -23,6 +23,7 @@ class Numbers:
 
     # Speed.
     weight: float = 0.1  # of the latest answer in a mean
+    forget: float = 0.99  # factor of what is known, with each answer, where a mean will not do
     much_slower: float = 2.0  # times: than another server, or than a wait was expected to be
     unseen: float = 0.1  # a smaller difference between two servers may be a delay of our own event loop
 
@@ -33,8 +34,8 @@ class Numbers:
     # Part of the outage so far: a pause of 10 s is reached after 50 minutes. A trial may take as long, or a short wait:
     # a server that starts cold answers more slowly.
     pause_share: float = 1 / 300
-    denied_share: float = 1 / 20  # the same if it denies every row: a gateway that reloads takes seconds, a key hours
-    limited_share: float = 1 / 3  # the same if it refuses every request: each refused request may count for its limit
+    # The same if it denies or refuses every request: each may count for its limit, and a key may take hours.
+    refused_share: float = 1 / 10
     jitter: float = 0.3  # random part of a pause, so that many runs do not try together
     # A server that asks for a longer wait than this is tried again after the first of these times, then twice as long,
     # up to this: one asked for a day, and answered 3 s later.
@@ -76,12 +77,10 @@ class Numbers:
     # What the KV cache holds. Chosen by recordings of vLLM 0.26 and SGLang 0.5.16 on an H200.
     longest_lag: float = 20.0  # of an engine's count until it moves; vLLM's stood at 0 for 18 s after a cold start
     usual_lag: float = 8.0  # of a count that moves; vLLM's was 3 to 6 s late
-    least_counted: int = 16  # requests of ours that an engine must have counted before their share says anything
     counted_share: float = 0.5  # of our requests; an engine that counts fewer is one of several replicas
     beyond: float = (
         1.2  # of the reported size; prompts are predicted to a few per cent, so a context beyond it proves more
     )
-    larger: int = 4  # such contexts, after which the report is not believed
     full: float = 0.9  # part of the size below which nothing is evicted
     margin_loss: float = 0.95  # factor of the margin after an eviction that others must have caused
     margin_gain: float = 0.002  # what a hit adds to it

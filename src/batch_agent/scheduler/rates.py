@@ -25,7 +25,6 @@ from batch_agent.scheduler.retry import LONGEST_RETRY_AFTER
 
 MINUTE = N.minute
 SLACK = 1.0  # seconds: requests arrive later than they leave, and later still if they must connect first
-RESET_SLACK = 0.5  # seconds, after the reset time that a provider names
 
 
 class RateWindow:
@@ -90,7 +89,7 @@ class RateWindow:
         if self._left is None:
             return now
         if now >= self._resets_at and self._full is not None:
-            self._left, self._resets_at = self._full, now + self._period + RESET_SLACK
+            self._left, self._resets_at = self._full, now + self._period + SLACK
             self._since.clear()
             self._reports.clear()
             self._taken, self._least = 0, inf
@@ -178,7 +177,7 @@ class RateWindow:
         if self._newest is not None and allowance.resets_in is None:  # it is counted for a minute since it arrived
             resets_at = self._newest.at + MINUTE + SLACK
         else:
-            resets_at = now + resets_in + min(RESET_SLACK, resets_in)
+            resets_at = now + resets_in + min(SLACK, resets_in)
         self._left, self._resets_at = left, resets_at
 
     def _forget_up_to(self, number: int) -> None:
@@ -189,9 +188,9 @@ class RateWindow:
             del self._reports[told]
 
 
-# Seconds in which every request is refused, also one alone, if a limit per minute is used up. That ends within a
-# minute, but the trial that shows it may wait for a slot.
-LEAST_DROUGHT, LONGEST_DROUGHT = 5.0, 90.0
+# Seconds at the most in which every request is refused, also one alone, if a limit per minute is used up. That ends
+# within a minute, but the trial that shows it may wait for a slot.
+LONGEST_DROUGHT = 90.0
 NEARLY = 0.8  # part of the learnt limit: a refusal after that many requests is due to it
 RAISED = 1 / 50  # part by which it is raised after a minute without a refusal; doubles each minute
 DOUBTED = 1 / 4  # the same until a refusal has confirmed it, after one more request and then every DOUBT seconds

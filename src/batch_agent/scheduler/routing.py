@@ -25,7 +25,6 @@ from batch_agent.scheduler.server import Endpoint
 SLOW = 1.5  # an endpoint above this many times the usual seconds per turn is checked before use
 PRIOR_SECONDS = 1e-4  # per token to compute, until answers have shown it
 PRIOR_WEIGHT = 1e6  # tokens squared
-FORGET = 0.99
 MOST = (1 << 64) - 1
 MOST_HOMES = 100_000  # number of keys whose home is cached
 
@@ -39,11 +38,11 @@ class PrefixCost:
         self._n = self._x = self._y = self._xx = self._xy = 0.0
 
     def learn(self, tokens: int, seconds: float) -> None:
-        self._n = FORGET * self._n + 1
-        self._x = FORGET * self._x + tokens
-        self._y = FORGET * self._y + seconds
-        self._xx = FORGET * self._xx + tokens * tokens
-        self._xy = FORGET * self._xy + tokens * seconds
+        self._n = N.forget * self._n + 1
+        self._x = N.forget * self._x + tokens
+        self._y = N.forget * self._y + seconds
+        self._xx = N.forget * self._xx + tokens * tokens
+        self._xy = N.forget * self._xy + tokens * seconds
 
     def seconds(self, tokens: int) -> float:
         n = self._n or 1.0

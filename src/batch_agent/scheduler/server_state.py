@@ -44,7 +44,7 @@ from batch_agent.scheduler.cache_size import CacheSize
 from batch_agent.scheduler.capacity import MOST, Capacity, LimitSearch
 from batch_agent.scheduler.health import Health
 from batch_agent.scheduler.numbers import N
-from batch_agent.scheduler.rates import LEAST_DROUGHT, LONGEST_DROUGHT, MINUTE, LearntRate, Rates, is_spent
+from batch_agent.scheduler.rates import LONGEST_DROUGHT, MINUTE, LearntRate, Rates, is_spent
 from batch_agent.scheduler.server_events import (
     About,
     Answered,
@@ -352,7 +352,7 @@ class ServerState:
         health = self.health
         learnt = None if self.rates is None else self.rates.learnt
         lasted = slot.sent_at - health.down_since
-        if health.is_limited and learnt is not None and LEAST_DROUGHT <= lasted <= LONGEST_DROUGHT:
+        if health.is_limited and learnt is not None and N.control_pause <= lasted <= LONGEST_DROUGHT:
             learnt.learn(slot.sent_at)
         if health.answer(seconds, slot.sent_at, now):
             self._end_hold()
@@ -632,7 +632,7 @@ class ServerState:
         taken = (self.answers + self.inflight - 1) * MINUTE / max(MINUTE, lasted)
         if not learnt.dry_up(round(taken), min(MINUTE, lasted), now):
             return False
-        if LEAST_DROUGHT <= wait <= MINUTE:
+        if N.control_pause <= wait <= MINUTE:
             learnt.learn(now + wait)
         return True
 
