@@ -12,7 +12,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Numbers:
     # Rate limits count by it, so a longer Retry-After may concern one row. Gateways and key servers restart in it. A
-    # server that has answered nothing may load a model: its control requests have so much time.
+    # server that has answered nothing may load a model: its control requests have that time.
     minute: float = 60.0
 
     # How often something happens before it is taken for more than chance.
@@ -51,7 +51,7 @@ class Numbers:
 
     # Control requests.
     # A control request may wait in the server's queue. Before the server is down, each may be lost, and each of several
-    # gets so much more.
+    # gets as many seconds more.
     shortest_control: float = 10.0
     control_pause: float = 5.0  # between two of them that find out whether refusals for load concern rows
 

@@ -188,7 +188,7 @@ class RateWindow:
             del self._reports[told]
 
 
-# Seconds at the most in which every request is refused, also one alone, if a limit per minute is used up. That ends
+# Seconds at most in which every request is refused, also one alone, if a limit per minute is used up. That ends
 # within a minute, but the trial that shows it may wait for a slot.
 LONGEST_DROUGHT = 90.0
 NEARLY = 0.8  # part of the learnt limit: a refusal after that many requests is due to it
