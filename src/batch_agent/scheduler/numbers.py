@@ -50,8 +50,8 @@ class Numbers:
     few_slow: int = 8  # requests in flight that may all be of rows that take long
 
     # Control requests.
-    # A control request may wait in the server's queue. Before the server is down, each may be lost, and each of several
-    # gets as many seconds more.
+    # A control request may wait in the server's queue. Before the server is down, each may be lost, and each of
+    # several gets as many seconds more.
     shortest_control: float = 10.0
     control_pause: float = 5.0  # between two of them that find out whether refusals for load concern rows
 
