@@ -20,12 +20,11 @@ from tests.record.toy_store import RECORD, Kept, ToyStore
 from batch_agent.messages import JsonObject
 from batch_agent.record.store import (
     KeptStep,
-    LeasedRow,
-    NewRow,
+    Lease,
     Outlay,
     Resuming,
+    Row,
     RowChange,
-    RowLease,
     RunStanding,
     RunStore,
     SharedCall,
@@ -267,8 +266,8 @@ class OrderOfStepsChanges(ToyStore):
 class IgnoresTheQuestion(ToyStore):
     """A row keeps its answer under another fingerprint."""
 
-    def feed(self, session: int, rows: Sequence[NewRow]) -> list[object]:
-        by_content = [NewRow(row.index, row.content, row.content, row.value) for row in rows]
+    def feed(self, session: int, rows: Sequence[Row]) -> list[object]:
+        by_content = [Row(row.index, row.content, row.content, row.value) for row in rows]
         return super().feed(session, by_content)
 
 
@@ -331,7 +330,7 @@ class TokenDoesNotGrow(ToyStore):
 
 
 class ExpiredLeaseCommits(ToyStore):
-    def holds(self, worker: int, lease: RowLease) -> bool:
+    def holds(self, worker: int, lease: Lease) -> bool:
         row = self.rows.get(lease.place)
         return row is not None and row.order > 0
 
@@ -341,7 +340,7 @@ class LeasesNeverEnd(ToyStore):
 
 
 class RenewsNothing(ToyStore):
-    def renew(self, worker: int, leases: Sequence[RowLease]) -> tuple[set[str], RunStanding]:
+    def renew(self, worker: int, leases: Sequence[Lease]) -> tuple[set[str], RunStanding]:
         with self.changed:
             return {each.place for each in leases if not self.holds(worker, each)}, self.standing()
 
@@ -398,14 +397,14 @@ class CommitIsAllOrNothing(ToyStore):
 
 
 class LosesHandedBackRows(ToyStore):
-    def hand_back(self, worker: int, leases: Sequence[RowLease]) -> None:
+    def hand_back(self, worker: int, leases: Sequence[Lease]) -> None:
         for lease in leases:
             if self.holds(worker, lease):
                 self.rows[lease.place].until = float("inf")
 
 
 class HandsBackForOthers(ToyStore):
-    def hand_back(self, worker: int, leases: Sequence[RowLease]) -> None:
+    def hand_back(self, worker: int, leases: Sequence[Lease]) -> None:
         for lease in leases:
             self.rows[lease.place].lease = None
 
@@ -422,7 +421,7 @@ class DeliversTwice(ToyStore):
         super().end(change)
         if len(self.ended) == 3:
             last = self.ended[-1]
-            self.ended.append(SharedResult("4", last.row, last.index, last.result, True))
+            self.ended.append(SharedResult("4", last.index, last.result, True))
 
 
 class PagesOverlap(ToyStore):
@@ -436,7 +435,7 @@ class ResultsInOrderOfRows(ToyStore):
 
 
 class SameQuestionIsOneRow(ToyStore):
-    def feed_row(self, new: NewRow) -> object:
+    def feed_row(self, new: Row) -> object:
         name = f"{new.key.hex()}-0"
         if name in self.rows:
             return None
@@ -453,7 +452,7 @@ class TakesWithoutALock(ToyStore):
 
     both = threading.Barrier(2)
 
-    def take(self, worker: int, most: int, wait: float) -> list[LeasedRow]:
+    def take(self, worker: int, most: int, wait: float) -> list[Lease]:
         free = self.free()[:most]
         with suppress(threading.BrokenBarrierError):
             self.both.wait(1)
@@ -463,9 +462,9 @@ class TakesWithoutALock(ToyStore):
 class LosesSteps(ToyStore):
     """A row that is taken over begins again."""
 
-    def lease(self, name: str, worker: int) -> LeasedRow:
+    def lease(self, name: str, worker: int) -> Lease:
         taken = super().lease(name, worker)
-        return LeasedRow(taken.lease, taken.value)
+        return replace(taken, steps=())
 
 
 class ReplacedFeederWrites(ToyStore):
@@ -578,13 +577,14 @@ class CutsLongResults(ToyStore):
 
 
 class LosesTheInputOfATakenRow(ToyStore):
-    def lease(self, name: str, worker: int) -> LeasedRow:
+    def lease(self, name: str, worker: int) -> Lease:
         value = b"null" if self.rows[name].worker else self.rows[name].new.value
-        return replace(super().lease(name, worker), value=value)
+        taken = super().lease(name, worker)
+        return replace(taken, row=replace(taken.row, value=value))
 
 
 class HandsBackEverything(ToyStore):
-    def hand_back(self, worker: int, leases: Sequence[RowLease]) -> None:
+    def hand_back(self, worker: int, leases: Sequence[Lease]) -> None:
         super().hand_back(worker, [row.lease for row in self.rows.values() if row.lease and row.worker == worker])
 
 
@@ -601,23 +601,23 @@ class NewRowsFirst(ToyStore):
 
 
 class LeasesEndEarly(ToyStore):
-    def lease(self, name: str, worker: int) -> LeasedRow:
+    def lease(self, name: str, worker: int) -> Lease:
         leased = super().lease(name, worker)
         self.rows[name].until = self.clock() + 15.0
         return leased
 
 
 class AnEndedRowEndsAgain(ToyStore):
-    def holds(self, worker: int, lease: RowLease) -> bool:
+    def holds(self, worker: int, lease: Lease) -> bool:
         row = self.rows.get(lease.place)
         return super().holds(worker, lease) or (row is not None and row.order == 0 and row.worker == worker)
 
 
 class DeliversEarlierResults(ToyStore):
-    def feed_row(self, new: NewRow) -> object:
+    def feed_row(self, new: Row) -> object:
         known = super().feed_row(new)
         if known is not None:
-            self.ended.append(SharedResult(str(len(self.ended) + 1), "", new.index, known, True))
+            self.ended.append(SharedResult(str(len(self.ended) + 1), new.index, known, True))
         return known
 
 

@@ -21,11 +21,10 @@ from batch_agent.record.journal import (
     MANY,
     OVERDUE,
     Journal,
-    LeasedIdentity,
     Trail,
 )
-from batch_agent.record.steps import Ended, Spent
-from batch_agent.record.store import Account, KeptStep, Outlay, RowChange, RowLease, Store
+from batch_agent.record.steps import Ended, Past, Spent
+from batch_agent.record.store import Account, Identity, KeptStep, Lease, Outlay, Row, RowChange, Store
 from batch_agent.testing import virtual_clock
 
 
@@ -85,13 +84,13 @@ async def journal(disk: Disk, **options: object) -> AsyncIterator[Journal]:
         store.end_threads()
 
 
-def lease(row: int = 0) -> RowLease:
-    return RowLease(str(row), str(row), 1, row)
+def lease(row: int = 0) -> Lease:
+    return Lease(Row(row, b"k", b"r", "x"), str(row), 1)
 
 
-def entry(agent: int = 1, row: int = 0) -> tuple[int, LeasedIdentity, Ended]:
-    identity = LeasedIdentity(b"k", b"r", lease(row))
-    return agent, identity, Ended(Spent(cost=0.5), reply=Reply("x", usage=Usage(5, 0, 2)))
+def entry(agent: int = 1, row: int = 0) -> tuple[Trail, Ended]:
+    trail = Trail(None, lease(row), Identity(b"k", b"r"), Past(agent, ()))
+    return trail, Ended(Spent(cost=0.5), reply=Reply("x", usage=Usage(5, 0, 2)))
 
 
 def result(row: int, *, resumed: bool = False) -> AgentResult[object]:
@@ -169,7 +168,7 @@ async def test_a_waiter_that_is_cancelled_disturbs_no_other() -> None:
 
 async def test_a_result_and_the_steps_before_it_are_one_change_of_one_commit() -> None:
     disk = Disk()
-    ends: list[tuple[set[str], list[RowLease]]] = []
+    ends: list[tuple[set[str], list[Lease]]] = []
     async with journal(disk, on_committed=lambda lost, ended: ends.append((lost, list(ended)))) as book:
         book.add(*entry(1, row=4))
         book.add(*entry(2, row=5))
@@ -268,8 +267,8 @@ async def test_what_the_session_has_spent_is_recorded_with_what_it_did() -> None
     disk.may_commit.release(10)
     account = Purse()
     async with journal(disk, account=account) as book:
-        trail = Trail(book, LeasedIdentity(b"k", b"r", lease()))
-        trail.add(entry()[2])
+        trail = Trail(book, lease(), Identity(b"k", b"r"))
+        trail.add(entry()[1])
         await trail.settle()
         assert (disk.outlay, account.told) == (Outlay(45, 0.75, (100, 1.0)), [None])
         book.touch()

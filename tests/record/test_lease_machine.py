@@ -25,7 +25,7 @@ from tests.record.test_run_stores import NAMES, DirectoryPlace, MemoryPlace, Red
 from tests.record.toy_store import ToyStore
 
 from batch_agent.record.address import StoreAddress
-from batch_agent.record.store import LeasedRow, RowChange
+from batch_agent.record.store import Lease, RowChange
 from batch_agent.testing.store_place import FRESH, StorePlace, facts, new_row, turn
 
 WORKERS = st.integers(0, 2)
@@ -46,13 +46,13 @@ class Leases(RuleBasedStateMachine):
         self.store = self.place.worker(self.feeder)
         self.workers = [self.store.join({}) for _ in range(3)]
         self.numbers = [count(1) for _ in range(3)]
-        self.held: list[list[LeasedRow]] = [[], [], []]
+        self.held: list[list[Lease]] = [[], [], []]
         self.fed = 0
-        self.tokens: dict[str, int] = {}  # the latest of each row
-        self.recorded: dict[str, int] = {}  # steps of each row
-        self.ended: set[str] = set()
-        self.read: list[str] = []  # rows whose results were read
-        self.expired: set[tuple[str, int]] = (
+        self.tokens: dict[int, int] = {}  # the latest of each row
+        self.recorded: dict[int, int] = {}  # steps of each row
+        self.ended: set[int] = set()
+        self.read: list[int] = []  # rows whose results were read
+        self.expired: set[tuple[int, int]] = (
             set()
         )  # rows and tokens of leases whose time has passed: a store may refuse them
 
@@ -65,12 +65,12 @@ class Leases(RuleBasedStateMachine):
     @rule(worker=WORKERS, rows=st.integers(1, 4))
     def take(self, worker: int, rows: int) -> None:
         for row in self.store.take(self.workers[worker], rows, 0):
-            name = row.lease.row
+            name = row.row.index
             assert name not in self.ended, "a row that has its result was leased again"
-            assert row.lease.token > self.tokens.get(name, 0), "two leases of a row have one token"
+            assert row.token > self.tokens.get(name, 0), "two leases of a row have one token"
             assert len(row.steps) == self.recorded.get(name, 0), "what was recorded did not travel with the row"
-            self.tokens[name] = row.lease.token
-            self._forget(worker, {row.lease.place})  # its own row again
+            self.tokens[name] = row.token
+            self._forget(worker, {row.place})  # its own row again
             self.held[worker].append(row)
 
     @precondition(lambda self: any(self.held))
@@ -89,12 +89,12 @@ class Leases(RuleBasedStateMachine):
     @precondition(lambda self: any(self.held))
     @rule(worker=WORKERS)
     def renew(self, worker: int) -> None:
-        lost, _ = self.store.renew(self.workers[worker], [row.lease for row in self.held[worker]])
+        lost, _ = self.store.renew(self.workers[worker], self.held[worker])
         for row in self.held[worker]:
-            if self.tokens[row.lease.row] == row.lease.token:
-                assert row.lease.place not in lost or self._may_be_lost(row)
-                if row.lease.place not in lost:
-                    self.expired.discard((row.lease.row, row.lease.token))
+            if self.tokens[row.row.index] == row.token:
+                assert row.place not in lost or self._may_be_lost(row)
+                if row.place not in lost:
+                    self.expired.discard((row.row.index, row.token))
         self._forget(worker, lost)
 
     @precondition(lambda self: any(self.held))
@@ -103,9 +103,9 @@ class Leases(RuleBasedStateMachine):
         rows = self.held[worker][:2]
         changes = [
             RowChange(
-                row.lease,
-                (turn(new_row(self.place, row.lease.index), "turn"),),
-                self.place.result("done", row.lease.index) if ends else None,
+                row,
+                (turn(new_row(self.place, row.row.index), "turn"),),
+                self.place.result("done", row.row.index) if ends else None,
                 error if ends else "",
             )
             for row in rows
@@ -115,22 +115,22 @@ class Leases(RuleBasedStateMachine):
         if repeated:
             assert self.store.commit(self.workers[worker], number, changes) == lost
         for row in rows:
-            if self.tokens[row.lease.row] == row.lease.token:
-                if row.lease.place in lost:
+            if self.tokens[row.row.index] == row.token:
+                if row.place in lost:
                     assert self._may_be_lost(row), "a lease that holds was refused"
                     continue
-                self.recorded[row.lease.row] = self.recorded.get(row.lease.row, 0) + 1
+                self.recorded[row.row.index] = self.recorded.get(row.row.index, 0) + 1
                 if ends:
-                    self.ended.add(row.lease.row)
+                    self.ended.add(row.row.index)
             else:
-                assert row.lease.place in lost, "an old lease could record"
+                assert row.place in lost, "an old lease could record"
         self.held[worker] = [row for row in self.held[worker] if not (ends and row in rows)]
         self._forget(worker, lost)
 
     @precondition(lambda self: any(self.held))
     @rule(worker=WORKERS)
     def hand_back(self, worker: int) -> None:
-        self.store.hand_back(self.workers[worker], [row.lease for row in self.held[worker]])
+        self.store.hand_back(self.workers[worker], self.held[worker])
         self.held[worker] = []
 
     @precondition(lambda self: any(self.held))
@@ -147,7 +147,7 @@ class Leases(RuleBasedStateMachine):
         counts = self.feeder.standing().counts
         assert counts.unstarted + counts.leased + len(self.ended) == self.fed
         for result in self.feeder.results(self.session, self.position, 10_000, 0):
-            self.read.append(result.row)
+            self.read.append(result.index)
             self.position = result.position
         assert len(self.read) == len(set(self.read)) == len(self.ended)
 
@@ -160,9 +160,7 @@ class Leases(RuleBasedStateMachine):
             taken = len(self.held[0])
             self.take(0, 10_000)
         self.held[0] = [
-            row
-            for row in self.held[0]
-            if self.tokens[row.lease.row] == row.lease.token and row.lease.row not in self.ended
+            row for row in self.held[0] if self.tokens[row.row.index] == row.token and row.row.index not in self.ended
         ]
         while self.held[0]:
             self.commit(0, True, False, "")
@@ -172,13 +170,13 @@ class Leases(RuleBasedStateMachine):
 
     def _expire(self) -> None:
         self.place.expire()
-        self.expired |= {(row.lease.row, row.lease.token) for held in self.held for row in held}
+        self.expired |= {(row.row.index, row.token) for held in self.held for row in held}
 
     def _forget(self, worker: int, lost: set[str]) -> None:
-        self.held[worker] = [row for row in self.held[worker] if row.lease.place not in lost]
+        self.held[worker] = [row for row in self.held[worker] if row.place not in lost]
 
-    def _may_be_lost(self, row: LeasedRow) -> bool:
-        return (row.lease.row, row.lease.token) in self.expired
+    def _may_be_lost(self, row: Lease) -> bool:
+        return (row.row.index, row.token) in self.expired
 
 
 def play(make_place: Callable[[], StorePlace], most: int) -> None:

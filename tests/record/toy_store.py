@@ -29,13 +29,12 @@ from batch_agent.record.store import (
     Identity,
     Increment,
     KeptStep,
-    LeasedRow,
-    NewRow,
+    Lease,
     Outlay,
     Phase,
     Resuming,
+    Row,
     RowChange,
-    RowLease,
     RunStanding,
     SharedCall,
     SharedResult,
@@ -46,12 +45,12 @@ RECORD = "record.jsonl"
 
 
 @dataclass
-class Row:
+class Queued:
     """A row that was fed. ``lease``, ``worker`` and ``until`` are those of its lease, if it has one."""
 
-    new: NewRow
+    new: Row
     order: int
-    lease: RowLease | None = None
+    lease: Lease | None = None
     worker: int = 0
     until: float = 0.0
 
@@ -101,7 +100,7 @@ class ToyStore:
     def begin_memory(self) -> None:
         self.resuming, self.phase, self.fed = Resuming(), None, False
         self.session = self.generation = 0
-        self.rows: dict[str, Row] = {}
+        self.rows: dict[str, Queued] = {}
         self.ended: list[SharedResult] = []
         self.ok = self.failed = 0
         self.orders = count(1)
@@ -241,17 +240,17 @@ class ToyStore:
             self.check(session)
             self.keep("facts", facts)
 
-    def feed(self, session: int, rows: Sequence[NewRow]) -> list[object]:
+    def feed(self, session: int, rows: Sequence[Row]) -> list[object]:
         with self.changed:
             self.check(session)
             answers = [self.feed_row(new) for new in rows]
             self.changed.notify_all()
             return answers
 
-    def feed_row(self, new: NewRow) -> object:
+    def feed_row(self, new: Row) -> object:
         names = (f"{new.key.hex()}-{number}" for number in count())
         name = next(name for name in names if name not in self.rows)
-        row = self.rows[name] = Row(new, next(self.orders))
+        row = self.rows[name] = Queued(new, next(self.orders))
         known = self.kept.results.get(name)
         if known is None or self.retries(known[1]):
             return None
@@ -329,7 +328,7 @@ class ToyStore:
     def agent_numbers(self, worker: int) -> Iterator[int]:
         return count(worker << NUMBERS | 1)
 
-    def take(self, worker: int, most: int, wait: float) -> list[LeasedRow]:
+    def take(self, worker: int, most: int, wait: float) -> list[Lease]:
         with self.changed:
             self.changed.wait_for(self.free, wait)
             return [self.lease(name, worker) for name in self.free()[:most]]
@@ -350,20 +349,20 @@ class ToyStore:
         self.keep("lease", self.kept.token + 1)
         return self.kept.token
 
-    def lease(self, name: str, worker: int) -> LeasedRow:
+    def lease(self, name: str, worker: int) -> Lease:
         row = self.rows[name]
-        row.lease = RowLease(name, name, self.next_token(), row.new.index)
+        row.lease = lease = Lease(row.new, name, self.next_token(), tuple(self.kept.steps.get(name, ())))
         row.worker, row.until = worker, self.clock() + self.lease_seconds
-        return LeasedRow(row.lease, row.new.value, tuple(self.kept.steps.get(name, ())))
+        return lease
 
-    def claim(self, lease: RowLease, wanted: Sequence[Identity]) -> list[tuple[KeptStep, ...]]:
+    def claim(self, lease: Lease, wanted: Sequence[Identity]) -> list[tuple[KeptStep, ...]]:
         return [()] * len(wanted)
 
-    def holds(self, worker: int, lease: RowLease) -> bool:
+    def holds(self, worker: int, lease: Lease) -> bool:
         row = self.rows.get(lease.place)
-        return row is not None and row.lease == lease and row.worker == worker
+        return row is not None and row.worker == worker and row.lease is not None and row.lease.token == lease.token
 
-    def renew(self, worker: int, leases: Sequence[RowLease]) -> tuple[set[str], RunStanding]:
+    def renew(self, worker: int, leases: Sequence[Lease]) -> tuple[set[str], RunStanding]:
         with self.changed:
             for lease in leases:
                 if self.holds(worker, lease):
@@ -397,9 +396,9 @@ class ToyStore:
         self.ok += not change.error
         self.failed += bool(change.error)
         position = str(len(self.ended) + 1)
-        self.ended.append(SharedResult(position, change.lease.row, row.new.index, change.result, True))
+        self.ended.append(SharedResult(position, row.new.index, change.result, True))
 
-    def hand_back(self, worker: int, leases: Sequence[RowLease]) -> None:
+    def hand_back(self, worker: int, leases: Sequence[Lease]) -> None:
         with self.changed:
             for lease in leases:
                 if self.holds(worker, lease):
@@ -498,7 +497,7 @@ def written(change: RowChange) -> dict[str, object]:
     result = change.result
     assert result is None or isinstance(result, bytes)
     encoded = None if result is None else base64.b64encode(result).decode()
-    return {"row": change.lease.row, "steps": steps, "result": encoded, "error": change.error}
+    return {"row": change.lease.place, "steps": steps, "result": encoded, "error": change.error}
 
 
 def write_step(step: KeptStep) -> dict[str, object]:

@@ -41,7 +41,7 @@ from batch_agent.record.memory import MemoryStore
 from batch_agent.record.served import Answer as Answered
 from batch_agent.record.served import Call, ServedStore, StoreDesk, dump, load
 from batch_agent.record.sqlite import SqliteJournal
-from batch_agent.record.store import KeptStep, LeasedRow, RunProgress
+from batch_agent.record.store import KeptStep, Lease, RunProgress
 from batch_agent.run.crew import REFUSED, ProcessCrew
 from batch_agent.run.joining import JoinedWorker
 from batch_agent.run.run import Run
@@ -337,7 +337,7 @@ class SimulatedStore(DirectoryStore):
         path = self.path / name
         return SimulatedStore(path, open_journal=self._open_journal, clock=self._clock, wall=self._wall)
 
-    def take(self, worker: int, most: int, wait: float) -> list[LeasedRow]:
+    def take(self, worker: int, most: int, wait: float) -> list[Lease]:
         return _waited(wait, super().take(worker, most, 0.0), bool)
 
     def wait_calls(self, position: str, seconds: float) -> tuple[str, set[str]]:

@@ -7,14 +7,14 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batch_agent.topology.reduce import Part, Row, Shape, Tree
+from batch_agent.topology.reduce import Part, Piece, Shape, Tree
 
 
-def row(index: int, tokens: int = 1) -> Row:
-    return Row(str(index), tokens, index, index, covers=(index,))
+def row(index: int, tokens: int = 1) -> Piece:
+    return Piece(str(index), tokens, index, index, covers=(index,))
 
 
-def run(tree: Tree, order: list[tuple[int, Row | None]], answer_tokens: int = 1) -> list[Part]:
+def run(tree: Tree, order: list[tuple[int, Piece | None]], answer_tokens: int = 1) -> list[Part]:
     """All parts, in the order in which they could be reduced; the last one has the answer."""
     parts: list[Part] = []
 
@@ -87,7 +87,7 @@ def test_halving_answers_passes_on_one_that_stands_alone() -> None:
 
 
 def test_the_rows_of_a_part_that_failed_are_lost_and_named() -> None:
-    part = Part(0, 0, (row(0), Row("", 1, 1, 1, failed=(1,)), row(2)), False, merges=False)
+    part = Part(0, 0, (row(0), Piece("", 1, 1, 1, failed=(1,)), row(2)), False, merges=False)
     lost = part.lost("error", 1)
     assert (lost.covers, lost.failed, lost.lost, lost.count) == ((), (1,), (0, 2), 3)
 

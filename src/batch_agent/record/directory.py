@@ -28,12 +28,12 @@ from batch_agent.record.store import (
     NUMBERS,
     Identity,
     KeptStep,
-    NewRow,
+    Lease,
     Outlay,
     Phase,
     Resuming,
+    Row,
     RowChange,
-    RowLease,
     RunProgress,
 )
 from batch_agent.share.table import BUDGET_COST, BUDGET_TOKENS, DOLLAR, Table
@@ -215,7 +215,7 @@ class DirectoryStore(MemoryStore):
     def _keeps_past(self) -> bool:
         return self._has_past
 
-    def _past(self, rows: Sequence[NewRow]) -> list[list[KeptStep]] | None:
+    def _past(self, rows: Sequence[Row]) -> list[list[KeptStep]] | None:
         if not self._has_past:
             return None
         with self._disk:
@@ -224,7 +224,7 @@ class DirectoryStore(MemoryStore):
             )
             return [list(steps) for steps in found]
 
-    def claim(self, lease: RowLease, wanted: Sequence[Identity]) -> list[tuple[KeptStep, ...]]:
+    def claim(self, lease: Lease, wanted: Sequence[Identity]) -> list[tuple[KeptStep, ...]]:
         with self._disk:
             if not self._has_past or self._directory is None:  # a closed stage: the row has its result
                 return [()] * len(wanted)

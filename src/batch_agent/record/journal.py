@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
-from typing import Any, TypeAlias
+from typing import Any
 from zlib import crc32
 
 import orjson
@@ -32,8 +32,7 @@ from batch_agent.messages import Message, content_shown
 from batch_agent.record.codec import encode
 from batch_agent.record.keys import KEY_BYTES, shape_fields
 from batch_agent.record.steps import Failed, Past, Restarted, Spent, Step
-from batch_agent.record.store import Account, Identity, Increment, KeptStep, Outlay, RowChange, RowLease, Store
-from batch_agent.value_type import value_type
+from batch_agent.record.store import Account, Identity, Increment, KeptStep, Lease, Outlay, Row, RowChange, Store
 
 # Digests of requests. They tell whether a resumed agent sends the same request that was recorded.
 #
@@ -162,15 +161,8 @@ UNKNOWN_OUTCOME = (
 NOTHING = Past(0, ())  # the record of a new agent
 
 
-@value_type
-class LeasedIdentity(Identity):
-    """The identity of an agent that works under a lease."""
-
-    row_lease: RowLease
-
-
-NOBODY = LeasedIdentity(b"", b"", RowLease("", "", 0, -1))
-Entry: TypeAlias = tuple[int, LeasedIdentity, Step]  # a step that waits for its commit, with its agent's number
+NO_IDENTITY = Identity(b"", b"")
+NOBODY = Lease(Row(-1, b"", b"", None), "", 0)
 
 
 class FailedBefore(JobError):
@@ -189,7 +181,6 @@ class Trail:
 
     __slots__ = (
         "_commit",
-        "_identity",
         "_journal",
         "_restarts",
         "agent",
@@ -197,6 +188,8 @@ class Trail:
         "ended",
         "fresh",
         "has_past",
+        "identity",
+        "lease",
         "past",
         "records",
         "retried",
@@ -205,16 +198,15 @@ class Trail:
     def __init__(
         self,
         journal: Journal | None = None,
-        identity: LeasedIdentity = NOBODY,
+        lease: Lease = NOBODY,
+        identity: Identity = NO_IDENTITY,
         past: Past | None = None,
         *,
         retried: bool = False,
         restarts: bool = False,
-        checks: bool = True,
     ) -> None:
         """``past`` is the record of the agent. Without one, the agent gets a new number."""
-        self._journal = journal
-        self._identity = identity
+        self._journal, self.lease, self.identity = journal, lease, identity
         self.past = NOTHING if past is None else past.restarted() if restarts else past
         self._restarts = restarts  # and this is not recorded yet
         # Its number in the journal; 0 for all agents of a run without a record.
@@ -222,19 +214,19 @@ class Trail:
         self._commit = 0
         self.records = journal is not None
         self.retried = retried
-        self.checks = checks
+        self.checks = lease.checks
         self.ended = self.past.done or self.stays_failed
         self.has_past = bool(self.past.turns or self.past.worked) or self.ended
         self.fresh = not self.has_past
 
     def anew(self) -> Trail:
         """Return a trail of the same row without a record, for an agent that starts again."""
-        return Trail(self._journal, self._identity)
+        return Trail(self._journal, self.lease, self.identity)
 
     @property
     def asked(self) -> bytes:
         """The digest of the whole question of its row, without the row's id."""
-        return self._identity.key[:KEY_BYTES]
+        return self.identity.key[:KEY_BYTES]
 
     @property
     def stays_failed(self) -> bool:
@@ -246,8 +238,8 @@ class Trail:
         if self._journal is not None:
             if self._restarts:
                 self._restarts = False
-                self._journal.add(self.agent, self._identity, Restarted(self.past.spent or Spent()))
-            self._commit = self._journal.add(self.agent, self._identity, step)
+                self._journal.add(self, Restarted(self.past.spent or Spent()))
+            self._commit = self._journal.add(self, step)
 
     @property
     def is_settled(self) -> bool:
@@ -286,7 +278,7 @@ class Journal:
         account: Account | None = None,
         more: Callable[[], Increment] | None = None,
         encoded: Callable[[AgentResult[object]], bytes] | None = None,
-        on_committed: Callable[[set[str], Sequence[RowLease]], None] = lambda lost, ended: None,
+        on_committed: Callable[[set[str], Sequence[Lease]], None] = lambda lost, ended: None,
         on_backlog: Callable[[bool], None] = lambda _: None,
         on_overdue: Callable[[bool], None] = lambda _: None,
         on_failed: Callable[[StoreError], None] = lambda _: None,
@@ -303,9 +295,9 @@ class Journal:
         self._touched = False  # a commit was requested, even without new records
         self._committing_since = self._gathering_since = 0.0  # when the oldest record that is not on disk was added
         self._backlogged = False
-        self._entries: list[Entry] = []
-        self._results: list[tuple[RowLease, AgentResult[object]]] = []
-        self._committing: list[RowLease] = []  # rows whose results are in the running commit
+        self._entries: list[tuple[Trail, Step]] = []
+        self._results: list[tuple[Lease, AgentResult[object]]] = []
+        self._committing: list[Lease] = []  # rows whose results are in the running commit
         self._waiters: dict[int, list[asyncio.Future[None]]] = {}
         self._gathering = 1  # the number of the next commit
         self._durable = 0  # the number of the last commit on disk
@@ -322,16 +314,16 @@ class Journal:
     def new_agent(self) -> int:
         return next(self._numbers)
 
-    def add(self, agent: int, identity: LeasedIdentity, step: Step) -> int:
+    def add(self, trail: Trail, step: Step) -> int:
         """Add a step of an agent to the next commit. Returns the number of that commit, for ``durable``."""
         if self._failure is not None:
             raise self._failure
-        self._entries.append((agent, identity, step))
+        self._entries.append((trail, step))
         if not self._gathering_since or len(self._entries) + len(self._results) >= BACKLOG:
             self._wake()
         return self._gathering
 
-    def publish(self, lease: RowLease, result: AgentResult[object]) -> int:
+    def publish(self, lease: Lease, result: AgentResult[object]) -> int:
         """Record the result of a row, with everything added before it. Returns the number of the commit."""
         if self._failure is not None:
             raise self._failure
@@ -429,14 +421,14 @@ class Journal:
     def _write(
         self,
         number: int,
-        entries: list[Entry],
-        results: list[tuple[RowLease, AgentResult[object]]],
+        entries: list[tuple[Trail, Step]],
+        results: list[tuple[Lease, AgentResult[object]]],
         outlay: Outlay,
     ) -> set[str]:
-        steps: dict[tuple[str, int], tuple[RowLease, list[KeptStep]]] = {}  # by place and token
-        for agent, identity, step in entries:
-            lease, kept = identity.row_lease, KeptStep(agent, identity.key, identity.row, *encode(step))
-            place = lease.place, lease.token
+        steps: dict[tuple[str, int], tuple[Lease, list[KeptStep]]] = {}  # by place and token
+        for trail, step in entries:
+            lease, identity = trail.lease, trail.identity
+            kept, place = KeptStep(trail.agent, identity.key, identity.row, *encode(step)), (lease.place, lease.token)
             found = steps.get(place)
             if found is None:
                 steps[place] = lease, [kept]

@@ -37,13 +37,12 @@ from batch_agent.record.store import (
     Identity,
     Increment,
     KeptStep,
-    LeasedRow,
-    NewRow,
+    Lease,
     Outlay,
     Phase,
     Resuming,
+    Row,
     RowChange,
-    RowLease,
     RunStanding,
     SharedCall,
     SharedResult,
@@ -53,20 +52,6 @@ from batch_agent.share.table import Allotment, Claim, Learnt, Steering, Table, s
 T = TypeVar("T")
 
 MOST_ENDED = 1000  # number of the latest ended calls that waiting workers can still find
-
-
-class WaitingRow:
-    """A row that has not ended. ``until`` is the end of its lease, by the store's clock. ``steps`` is what earlier
-    agents of the row recorded, in this opening or before it, except those of ``agents``, which are in the files."""
-
-    __slots__ = ("agents", "lease", "new", "order", "session", "steps", "until", "worker")
-
-    def __init__(self, new: NewRow, order: int, session: int, steps: list[KeptStep]) -> None:
-        self.new, self.order, self.session, self.steps = new, order, session, steps
-        self.agents: tuple[int, ...] = ()
-        self.lease: RowLease | None = None
-        self.worker = 0
-        self.until = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +78,7 @@ class MemoryStore:
         self._lock = RLock()
         self._rows_changed, self._results_changed = Condition(self._lock), Condition(self._lock)
         self._opening = secrets.randbits(40)
+        self._mark = f"{self._opening}-"  # begin of the places of this opening
         self._facts: JsonObject | None = None
         self._stages: dict[str, MemoryStore] = {}
         self._parent: MemoryStore | None = None
@@ -105,10 +91,16 @@ class MemoryStore:
         self._lease_seconds = LEASE
         self._order = self._token = self._workers = self._position = 0
         self._here: set[int] = set()  # workers of this process: their leases end when they leave
-        self._queued: dict[int, WaitingRow] = {}  # by order
+        self._queued: dict[int, Row] = {}  # rows that have not ended, by order
+        self._first_order = 0  # of the rows of this session; those before it were fed in an earlier one
         self._fresh: deque[int] = deque()  # orders of rows that were never leased; those of dropped rows are skipped
         self._returned: list[int] = []  # orders of rows whose lease has ended
-        self._held: dict[str, WaitingRow] = {}  # by place
+        self._held: dict[int, tuple[Lease, int]] = {}  # leases and their workers, by order
+        self._until: dict[int, float] = {}  # the ends of leases that end, by order
+        # What earlier agents of a row recorded, in this opening or before it, by order. The steps of some agents of
+        # rows of this process are in the files.
+        self._steps: dict[int, list[KeptStep]] = {}
+        self._in_files: dict[int, tuple[int, ...]] = {}
         self._first_end = inf  # no lease ends before
         self._commits: dict[int, tuple[int, set[str]]] = {}  # by worker: number and answer of its latest commit
         self._committing: set[int] = set()  # workers whose commit is being written
@@ -145,7 +137,7 @@ class MemoryStore:
 
     def _end(self, facts: JsonObject, phase: Phase) -> None: ...
 
-    def _past(self, rows: Sequence[NewRow]) -> list[list[KeptStep]] | None:
+    def _past(self, rows: Sequence[Row]) -> list[list[KeptStep]] | None:
         """Return what earlier sessions recorded for each row; None if nothing was recorded."""
         return None
 
@@ -206,10 +198,10 @@ class MemoryStore:
         with self._lock:
             if previous is None or previous.get("fingerprint") != facts.get("fingerprint"):
                 self._generation += 1
-                self._drop(list(self._queued.values()))
+                self._drop(list(self._queued))
             self._facts, self._resuming, self._phase, self._fed = dict(facts), resuming, "running", False
             self._sessions += 1
-            self._session = self._sessions
+            self._session, self._first_order = self._sessions, self._order + 1
             self._ok = self._failed = self._resumed = 0
             self._done_elsewhere = Increment()
             self._events.clear()
@@ -229,15 +221,16 @@ class MemoryStore:
             self._facts = dict(facts)
         self._write_facts(facts)
 
-    def feed(self, session: int, rows: Sequence[NewRow]) -> list[object]:
+    def feed(self, session: int, rows: Sequence[Row]) -> list[object]:
         past = self._past(rows)
         with self._lock:
             self._check_feeder(session)
-            for place, new in enumerate(rows):
-                self._order += 1
-                queued = WaitingRow(new, self._order, session, [] if past is None else past[place])
-                self._queued[self._order] = queued
-                self._fresh.append(self._order)
+            for place, row in enumerate(rows):
+                self._order = order = self._order + 1
+                self._queued[order] = row
+                self._fresh.append(order)
+                if past is not None and past[place]:
+                    self._steps[order] = past[place]
             self._changed(results=False)
             return [None] * len(rows)
 
@@ -245,7 +238,7 @@ class MemoryStore:
         with self._lock:
             self._check_feeder(session)
             self._fed = True
-            self._drop([queued for queued in self._queued.values() if queued.session < session])
+            self._drop([order for order in self._queued if order < self._first_order])
             self._changed(results=False)
 
     def results(self, session: int, after: str, most: int, wait: float) -> list[SharedResult]:
@@ -299,11 +292,11 @@ class MemoryStore:
         if session != self._session:
             raise FeederReplaced("another feeder feeds this run now")
 
-    def _drop(self, rows: Sequence[WaitingRow]) -> None:
-        for queued in rows:
-            del self._queued[queued.order]
-            if queued.lease is not None:
-                self._held.pop(queued.lease.place, None)
+    def _drop(self, orders: Iterable[int]) -> None:
+        """Forget rows."""
+        for order in orders:
+            for kept in (self._queued, self._held, self._until, self._steps, self._in_files):
+                kept.pop(order, None)
 
     # Workers
 
@@ -337,7 +330,7 @@ class MemoryStore:
         """Number of rows that are there to be leased, apart from those whose lease has expired."""
         return len(self._fresh) + len(self._returned)
 
-    def take(self, worker: int, most: int, wait: float) -> list[LeasedRow]:
+    def take(self, worker: int, most: int, wait: float) -> list[Lease]:
         with self._lock:
             rows = self._take(worker, most)
             if rows or wait <= 0:
@@ -348,83 +341,84 @@ class MemoryStore:
                 rows = self._take(worker, most)
             return rows
 
-    def _take(self, worker: int, most: int) -> list[LeasedRow]:
+    def _take(self, worker: int, most: int) -> list[Lease]:
         self._end_leases()
-        rows: list[LeasedRow] = []
+        rows: list[Lease] = []
         if self._phase != "running":  # the record is closed as soon as no row is leased
             return rows
         while len(rows) < most and (self._returned or self._fresh):
-            queued = self._queued.get(heappop(self._returned) if self._returned else self._fresh.popleft())
-            if queued is not None and queued.lease is None:
-                rows.append(self._lease(queued, worker))
+            order = heappop(self._returned) if self._returned else self._fresh.popleft()
+            if order in self._queued and order not in self._held:
+                rows.append(self._lease(order, worker))
         return rows
 
-    def _lease(self, queued: WaitingRow, worker: int) -> LeasedRow:
+    def _lease(self, order: int, worker: int) -> Lease:
         self._token += 1
-        new = queued.new
-        lease = RowLease(new.key.hex(), f"{self._opening}-{queued.order}", self._token, new.index)
-        queued.lease, queued.worker = lease, worker
-        self._held[lease.place] = queued
-        self._extend((queued,), worker)
-        resuming = self._resuming
-        more, checks = self._keeps_past(), not resuming.force
-        if queued.agents:  # the row is taken over
-            later = [step for step in queued.steps if step.agent not in queued.agents]
-            queued.steps = [*(step for agent in queued.agents for step in self._read_steps(agent)), *later]
-            queued.agents = ()
-        steps = tuple(queued.steps) if queued.steps else ()
-        return LeasedRow(lease, new.value, steps, new.job, new.key, new.content, more, resuming.retry_of(new), checks)
+        row, resuming = self._queued[order], self._resuming
+        if agents := self._in_files.pop(order, ()):  # the row is taken over
+            later = [step for step in self._steps.get(order, ()) if step.agent not in agents]
+            self._steps[order] = [*(step for agent in agents for step in self._read_steps(agent)), *later]
+        lease = Lease(
+            row,
+            f"{self._mark}{order}",
+            self._token,
+            tuple(self._steps.get(order, ())),
+            resuming.retry_of(row),
+            not resuming.force,
+            self._keeps_past(),
+        )
+        self._held[order] = lease, worker
+        self._extend((order,), worker)
+        return lease
 
-    def claim(self, lease: RowLease, wanted: Sequence[Identity]) -> list[tuple[KeptStep, ...]]:
+    def claim(self, lease: Lease, wanted: Sequence[Identity]) -> list[tuple[KeptStep, ...]]:
         return [()] * len(wanted)
 
-    def _release(self, queued: WaitingRow) -> None:
+    def _release(self, order: int) -> None:
         """End the lease of a row. The row comes before rows that were never leased."""
-        if queued.lease is not None:
-            del self._held[queued.lease.place]
-            queued.lease = None
-            heappush(self._returned, queued.order)
+        del self._held[order]
+        self._until.pop(order, None)
+        heappush(self._returned, order)
 
-    def _extend(self, rows: Iterable[WaitingRow], worker: int) -> None:
+    def _extend(self, orders: Iterable[int], worker: int) -> None:
         """Let the leases of these rows begin now. Those of a worker in this process end when it leaves."""
-        until = inf if worker in self._here else self._clock() + self._lease_seconds
-        for queued in rows:
-            if queued.worker == worker:  # else another worker has taken it meanwhile
-                queued.until = until
-        if until < self._first_end:
-            self._first_end = until
+        if worker in self._here:
+            return
+        until = self._clock() + self._lease_seconds
+        for order in orders:
+            if order in self._held and self._held[order][1] == worker:  # else another one has taken it meanwhile
+                self._until[order] = until
+        self._first_end = min(self._first_end, until)
 
     def _end_leases(self) -> None:
         """End the leases whose time is over. While a commit is being written, its worker keeps its rows."""
         if self._first_end == inf or (now := self._clock()) < self._first_end:
             return
-        expired = [row for row in self._held.values() if row.until <= now and row.worker not in self._committing]
-        for queued in expired:
-            self._release(queued)
-        self._first_end = min((row.until for row in self._held.values()), default=inf)
+        ended = (order for order, until in self._until.items() if until <= now)
+        expired = [order for order in ended if self._held[order][1] not in self._committing]
+        for order in expired:
+            self._release(order)
+        self._first_end = min(self._until.values(), default=inf)
         if expired:
             self._changed()  # also for a feeder that waits until no row is leased
 
-    def _holder(self, worker: int, lease: RowLease) -> WaitingRow | None:
-        """Return the row if the worker holds this lease, else None."""
-        queued = self._held.get(lease.place)
-        if queued is None or queued.lease is None or queued.worker != worker or queued.lease.token != lease.token:
+    def _holder(self, worker: int, lease: Lease) -> int | None:
+        """Return the order of the row if the worker holds this lease, else None."""
+        if not lease.place.startswith(self._mark):
             return None
-        return queued
+        order = int(lease.place[len(self._mark) :])
+        held = self._held.get(order)
+        return order if held is not None and held[1] == worker and held[0].token == lease.token else None
 
-    def renew(self, worker: int, leases: Sequence[RowLease]) -> tuple[set[str], RunStanding]:
+    def renew(self, worker: int, leases: Sequence[Lease]) -> tuple[set[str], RunStanding]:
         with self._lock:
-            lost = set()
-            for lease in leases:
-                queued = self._holder(worker, lease)
-                if queued is None:
-                    lost.add(lease.place)
-                else:
-                    self._extend((queued,), worker)
+            orders = [self._holder(worker, lease) for lease in leases]
+            self._extend([order for order in orders if order is not None], worker)
+            lost = {lease.place for lease, order in zip(leases, orders, strict=True) if order is None}
             return lost, self.standing()
 
     def commit(self, worker: int, number: int, changes: Sequence[RowChange], outlay: Outlay | None = None) -> set[str]:
-        held: list[WaitingRow] = []
+        held: list[int] = []
         valid: list[RowChange] = []
         lost: set[str] = set()
         with self._lock:
@@ -441,11 +435,11 @@ class MemoryStore:
                     self._event_position += 1
                     self._events.append((self._event_position, outlay.more.events))
             for change in changes:
-                queued = self._holder(worker, change.lease)
-                if queued is None:
+                order = self._holder(worker, change.lease)
+                if order is None:
                     lost.add(change.lease.place)
                 else:
-                    held.append(queued)
+                    held.append(order)
                     valid.append(change)
         recorded: Sequence[tuple[KeptStep, ...]] | None = None
         try:
@@ -463,29 +457,32 @@ class MemoryStore:
     def _apply(
         self,
         worker: int,
-        held: Sequence[WaitingRow],
+        held: Sequence[int],
         changes: Sequence[RowChange],
         recorded: Sequence[tuple[KeptStep, ...]],
     ) -> None:
         """Apply a commit that is written to the queue. ``recorded`` are the steps of each change as they were
         written."""
         in_files, ended = self.writes and worker in self._here, False
-        for queued, change, steps in zip(held, changes, recorded, strict=True):
+        for order, change, steps in zip(held, changes, recorded, strict=True):
+            row = self._queued.get(order)  # None: it was dropped meanwhile
             if change.result is None:
+                if row is None:
+                    continue
                 if not in_files:
-                    queued.steps.extend(steps)
+                    self._steps.setdefault(order, []).extend(steps)
                     continue
                 for step in steps:  # few rows of this process are taken over
-                    if step.agent not in queued.agents:
-                        queued.agents += (step.agent,)
+                    agents = self._in_files.get(order, ())
+                    if step.agent not in agents:
+                        self._in_files[order] = (*agents, step.agent)
                 continue
             ended = True
             self._position += 1
-            lease, value = change.lease, queued.new.value if isinstance(change.result, bytes) else None
-            place_in_results = str(self._position), lease.row, lease.index
-            self._results.append(SharedResult(*place_in_results, change.result, True, worker, value))
-            if self._queued.pop(queued.order, None) is not None:
-                self._held.pop(lease.place, None)
+            index, value = change.lease.row.index, None if row is None else row.value
+            result = SharedResult(str(self._position), index, change.result, True, worker, value)
+            self._results.append(result)
+            self._drop((order,))
             if change.error:
                 self._failed += 1
             else:
@@ -494,17 +491,17 @@ class MemoryStore:
         if ended:
             self._changed()
 
-    def hand_back(self, worker: int, leases: Sequence[RowLease]) -> None:
+    def hand_back(self, worker: int, leases: Sequence[Lease]) -> None:
         with self._lock:
-            for queued in [self._holder(worker, lease) for lease in leases]:
-                if queued is not None:
-                    self._release(queued)
+            for order in [self._holder(worker, lease) for lease in leases]:
+                if order is not None:
+                    self._release(order)
             self._changed()
 
     def leave(self, worker: int) -> None:
         with self._lock:
             self._commits.pop(worker, None)
-            self.hand_back(worker, [q.lease for q in self._held.values() if q.worker == worker and q.lease])
+            self.hand_back(worker, [lease for lease, holder in self._held.values() if holder == worker])
 
     # Shares
 

@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import count
 from operator import attrgetter
 from pathlib import Path
@@ -40,10 +40,10 @@ from batch_agent.record.store import (
     NUMBERS,
     Identity,
     KeptStep,
-    LeasedRow,
+    Lease,
     Outlay,
+    Row,
     RowChange,
-    RowLease,
     WorkStore,
 )
 from batch_agent.share.table import Claim, Learnt
@@ -85,14 +85,18 @@ class _Plain(pickle.Unpickler):
         raise StoreError(f"a message of another process contains {module}.{name}")
 
 
-def _by_fields(kind: type[RowLease] | type[KeptStep] | type[LeasedRow] | type[RowChange]) -> Callable[[Any], Any]:
+def _by_fields(kind: type[Row] | type[Lease] | type[KeptStep]) -> Callable[[Any], Any]:
     values = attrgetter(*(field.name for field in fields(kind)))
     return lambda value: (kind, values(value))
 
 
 # A value of the record is written as a call of its type with its fields, which takes a third of the time of its state.
 WRITTEN: dict[type, Callable[[Any], Any]] = {
-    kind: _by_fields(kind) for kind in (RowLease, KeptStep, LeasedRow, RowChange)
+    **{kind: _by_fields(kind) for kind in (Row, Lease, KeptStep)},
+    RowChange: lambda change: (
+        RowChange,
+        (change.lease.bare(), change.steps, change.result, change.error, change.resumed),
+    ),
 }
 
 
@@ -150,13 +154,14 @@ class StoreDesk:
         if method == "take":
             worker, most, wait = cast("tuple[int, int, float]", arguments)
             fair = max(GROUP, store.unstarted // 8)  # more per call while many are left
-            return [_sent(row) for row in store.take(worker, min(most, fair), wait)]
+            return [_sent(lease) for lease in store.take(worker, min(most, fair), wait)]
         return getattr(store, method)(*arguments)
 
 
-def _sent(row: LeasedRow) -> LeasedRow:
+def _sent(lease: Lease) -> Lease:
     """Return a row as it is sent: its input as JSON, and its job if that can be sent too; else the worker compiles the
     row again. A row that cannot be sent fails alone, at the worker."""
+    row = lease.row
     job, compiled, identity = row.job, None, (b"", b"")
     try:
         value = encode_row(row.value, job.job_id if isinstance(job, Job | BaseResult) else None)
@@ -165,7 +170,7 @@ def _sent(row: LeasedRow) -> LeasedRow:
     else:
         if isinstance(job, Job) and job.input is row.value and not job.parts and not job.images:
             compiled, identity = (job.prompt, job.own_id, job.shortened, job.affinity), (row.key, row.content)
-    return LeasedRow(row.lease, value, row.steps, compiled, *identity, row.more, row.retry, row.checks)
+    return replace(lease, row=Row(row.index, *identity, value, compiled))
 
 
 class StoreServer:
@@ -343,17 +348,17 @@ class ServedStore:
     def take(self, worker: int, most: int, wait: float) -> Any:
         return self._call("take", worker, most, wait)
 
-    def claim(self, lease: RowLease, wanted: Sequence[Identity]) -> Any:
-        return self._call("claim", lease, [Identity(each.key, each.row) for each in wanted])
+    def claim(self, lease: Lease, wanted: Sequence[Identity]) -> Any:
+        return self._call("claim", lease.bare(), wanted)
 
-    def renew(self, worker: int, leases: Sequence[RowLease]) -> Any:
-        return self._call("renew", worker, leases)
+    def renew(self, worker: int, leases: Sequence[Lease]) -> Any:
+        return self._call("renew", worker, [lease.bare() for lease in leases])
 
     def commit(self, worker: int, number: int, changes: Sequence[RowChange], outlay: Outlay | None = None) -> Any:
         return self._call("commit", worker, number, changes, outlay)
 
-    def hand_back(self, worker: int, leases: Sequence[RowLease]) -> None:
-        self._call("hand_back", worker, leases)
+    def hand_back(self, worker: int, leases: Sequence[Lease]) -> None:
+        self._call("hand_back", worker, [lease.bare() for lease in leases])
 
     def leave(self, worker: int) -> None:
         self._call("leave", worker)

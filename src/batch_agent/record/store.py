@@ -122,20 +122,6 @@ class FeederReplaced(StoreError):
 
 
 @value_type
-class RowLease:
-    """The right of one worker to work on one row.
-
-    ``row`` is the name of the row's record, ``place`` its place in the queue. ``token`` is the fencing token: it grows
-    each time the row is leased, and a commit with an older token is refused.
-    """
-
-    row: str
-    place: str
-    token: int
-    index: int  # index of the input, from 0
-
-
-@value_type
 class KeptStep:
     """One step of one agent of a row. A row that is processed in parts has several agents. ``key`` and ``content`` are
     the agent's Identity; ``kind`` and ``body`` are the step as ``record.codec`` encodes it."""
@@ -148,13 +134,14 @@ class KeptStep:
 
 
 @value_type
-class NewRow:
+class Row:
     """An input from the feeder. ``key`` is the digest of its whole question (``Identity.key``), ``content`` the digest
-    of the input alone. ``value`` is the input: JSON for a store outside this process, else the object itself. ``job``
-    is the row as the feeder compiled it, or the result of a row that could not be compiled; only a worker in the same
-    process receives it."""
+    of the input alone; both are b"" if a worker computes them. ``value`` is the input: JSON outside of the process of
+    the store, else the object itself. ``job`` is the row as the feeder compiled it, or the result of a row that could
+    not be compiled. A worker in another process gets ``prompt``, ``own_id``, ``shortened`` and ``affinity`` of the job
+    instead, or None if it compiles the row."""
 
-    index: int
+    index: int  # from 0
     key: bytes
     content: bytes
     value: object
@@ -162,24 +149,34 @@ class NewRow:
 
 
 @value_type
-class LeasedRow:
-    """A row leased to a worker. ``key`` and ``content`` are those of ``NewRow``, if the worker need not compute them.
-    ``job`` is that of ``NewRow`` for a worker in the feeder's process; in another one, it is ``prompt``, ``own_id``,
-    ``shortened`` and ``affinity`` of the job, or None if the worker compiles the row. ``steps`` is what earlier holders
-    recorded; ``claimed`` are the agents among them that this worker continues. ``more``: ``claim`` may find steps of
-    further agents of the row. ``retry``: the types of recorded failures that are tried again. ``checks``: a recorded
-    answer is used only for the same request."""
+class Lease:
+    """The right of one worker to work on one row, with what is recorded of it.
 
-    lease: RowLease
-    value: object
+    ``place`` is the row's place in the queue. ``token`` is the fencing token: it grows each time the row is leased, and
+    a commit with an older token is refused. ``steps`` is what earlier holders recorded; ``claimed`` are the agents
+    among them that this worker continues. ``retry``: the types of recorded failures that are tried again. ``checks``: a
+    recorded answer is used only for the same request. ``more``: ``claim`` may find steps of further agents of the row.
+    ``name`` is that of the row's record, if it is not its place.
+    """
+
+    row: Row
+    place: str
+    token: int
     steps: tuple[KeptStep, ...] = ()
-    job: object = None
-    key: bytes = b""
-    content: bytes = b""
-    more: bool = False
     retry: bool | tuple[str, ...] = True
     checks: bool = True
+    more: bool = False
+    name: str = ""
     claimed: set[int] = field(default_factory=set)
+
+    @property
+    def index(self) -> int:
+        return self.row.index
+
+    def bare(self) -> Lease:
+        """Return what a store needs to know the lease again."""
+        row = self.row
+        return Lease(Row(row.index, row.key, row.content, None), self.place, self.token, name=self.name)
 
 
 @value_type
@@ -190,7 +187,7 @@ class RowChange:
     ``error`` is the type of the error, "" for a successful row. ``resumed``: the result came from the record.
     """
 
-    lease: RowLease
+    lease: Lease
     steps: tuple[KeptStep, ...] = ()
     result: object = None
     error: str = ""
@@ -204,7 +201,6 @@ class SharedResult:
     came as JSON, if the store has it."""
 
     position: str
-    row: str
     index: int
     result: object
     own: bool
@@ -293,7 +289,7 @@ class Resuming:
     adopted: Callable[[], Iterator[Adoption]] | None = None
     answered: Mapping[int, bytes] = field(default_factory=dict[int, bytes])
 
-    def retry_of(self, row: NewRow) -> bool | tuple[str, ...]:
+    def retry_of(self, row: Row) -> bool | tuple[str, ...]:
         """Return the types of failure that are retried for a row."""
         return False if self.answered.get(row.index) == row.content else self.retry
 
@@ -362,16 +358,16 @@ class WorkStore(Protocol):
         """Return the numbers for new agents of a worker. No agent of another worker has one of them."""
         ...
 
-    def take(self, worker: int, most: int, wait: float) -> list[LeasedRow]:
+    def take(self, worker: int, most: int, wait: float) -> list[Lease]:
         """Lease up to ``most`` rows: first those whose lease has ended, then new ones. Waits up to ``wait`` seconds
         for the first."""
         ...
 
-    def claim(self, lease: RowLease, wanted: Sequence[Identity]) -> list[tuple[KeptStep, ...]]:
+    def claim(self, lease: Lease, wanted: Sequence[Identity]) -> list[tuple[KeptStep, ...]]:
         """Return the steps that earlier agents with these identities recorded. Each recorded agent is returned once."""
         ...
 
-    def renew(self, worker: int, leases: Sequence[RowLease]) -> tuple[set[str], RunStanding]:
+    def renew(self, worker: int, leases: Sequence[Lease]) -> tuple[set[str], RunStanding]:
         """Renew these leases. Returns the places of the lost ones, and the state of the run."""
         ...
 
@@ -382,7 +378,7 @@ class WorkStore(Protocol):
         in the process of the store; from another one, its increment, which counts even if all rows are lost."""
         ...
 
-    def hand_back(self, worker: int, leases: Sequence[RowLease]) -> None:
+    def hand_back(self, worker: int, leases: Sequence[Lease]) -> None:
         """End these leases. The rows can be leased again at once."""
         ...
 
@@ -483,7 +479,7 @@ class RunStore(WorkStore, Protocol):
 
     def write_facts(self, session: int, facts: JsonObject) -> None: ...
 
-    def feed(self, session: int, rows: Sequence[NewRow]) -> list[object]:
+    def feed(self, session: int, rows: Sequence[Row]) -> list[object]:
         """Add rows to the queue. Returns, for each row, its result from an earlier session if the store keeps results;
         None if it was queued. A failed row is queued again if it is to be retried. A row that ended and whose result is
         not kept is queued with its steps: a worker computes the result again."""
@@ -579,16 +575,16 @@ class Store:
     def join(self, description: JsonObject) -> asyncio.Future[int]:
         return self._call("worker", self.blocking.join, description)
 
-    def take(self, worker: int, most: int, wait: float) -> asyncio.Future[list[LeasedRow]]:
+    def take(self, worker: int, most: int, wait: float) -> asyncio.Future[list[Lease]]:
         return self._call("worker", self.blocking.take, worker, most, wait)
 
-    def claim(self, lease: RowLease, wanted: Sequence[Identity]) -> asyncio.Future[list[tuple[KeptStep, ...]]]:
+    def claim(self, lease: Lease, wanted: Sequence[Identity]) -> asyncio.Future[list[tuple[KeptStep, ...]]]:
         return self._call("worker", self.blocking.claim, lease, wanted)
 
-    def renew(self, worker: int, leases: Sequence[RowLease]) -> asyncio.Future[tuple[set[str], RunStanding]]:
+    def renew(self, worker: int, leases: Sequence[Lease]) -> asyncio.Future[tuple[set[str], RunStanding]]:
         return self._call("worker", self.blocking.renew, worker, leases)
 
-    def hand_back(self, worker: int, leases: Sequence[RowLease]) -> asyncio.Future[None]:
+    def hand_back(self, worker: int, leases: Sequence[Lease]) -> asyncio.Future[None]:
         return self._call("worker", self.blocking.hand_back, worker, leases)
 
     def leave(self, worker: int) -> asyncio.Future[None]:
@@ -649,7 +645,7 @@ class Store:
     def write_facts(self, session: int, facts: JsonObject) -> asyncio.Future[None]:
         return self._call("feeder", self.fed.write_facts, session, facts)
 
-    def feed(self, session: int, rows: Sequence[NewRow]) -> asyncio.Future[list[object]]:
+    def feed(self, session: int, rows: Sequence[Row]) -> asyncio.Future[list[object]]:
         return self._call("feeder", self.fed.feed, session, rows)
 
     def end_inputs(self, session: int) -> asyncio.Future[None]:

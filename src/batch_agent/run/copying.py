@@ -33,11 +33,11 @@ from batch_agent.record.store import (
     Identity,
     Increment,
     KeptStep,
-    NewRow,
+    Lease,
     Outlay,
     Resuming,
+    Row,
     RowChange,
-    RowLease,
     RunStore,
 )
 from batch_agent.record.timeline import TimelineFiles
@@ -192,7 +192,7 @@ def _facts(reader: RunReader, view: RunSnapshot, prepared: Prepared | None) -> J
 def _copy_rows(reader: RunReader, store: RunStore, prepared: Prepared, session: int, rows: Iterator[_Row]) -> int:
     """Feed the rows, and commit their steps and results. A row that is not done is copied if its input is known."""
     plan, keys, worker = prepared.plan, Keys(rows_under(prepared)), store.join({"copies": reader.name})
-    unfinished: list[RowLease] = []
+    unfinished: list[Lease] = []
     count = number = left_out = 0
     while page := list(islice(rows, ROWS_AT_ONCE)):
         known: dict[int, tuple[_Row, Identity]] = {}
@@ -202,12 +202,12 @@ def _copy_rows(reader: RunReader, store: RunStore, prepared: Prepared, session: 
                 continue
             job = plan.job(row.index, row.value, row.name)
             known[job.index] = row, keys.identity(job, plan.question(job))
-        fed = [NewRow(index, key.key, key.row, encode_row(row.value, row.name)) for index, (row, key) in known.items()]
+        fed = [Row(index, key.key, key.row, encode_row(row.value, row.name)) for index, (row, key) in known.items()]
         store.feed(session, fed)
         while known and (taken := store.take(worker, len(known), 0.0)):
-            for lease in (each.lease for each in taken):
+            for lease in taken:
                 number += 1
-                change = _change(lease, worker, *known.pop(lease.index))
+                change = _change(lease, worker, *known.pop(lease.row.index))
                 if store.commit(worker, number, [change]):
                     raise StoreError("the copy took longer than a lease; delete it and try again with a longer lease")
                 if change.result is None:
@@ -222,7 +222,7 @@ def _copy_rows(reader: RunReader, store: RunStore, prepared: Prepared, session: 
     return count
 
 
-def _change(lease: RowLease, worker: int, row: _Row, identity: Identity) -> RowChange:
+def _change(lease: Lease, worker: int, row: _Row, identity: Identity) -> RowChange:
     steps = tuple(replace(step, key=identity.key, content=identity.row) for step in row.steps)
     if row.record is None:
         return RowChange(lease, steps)

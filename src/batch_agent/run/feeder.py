@@ -35,8 +35,8 @@ from batch_agent.record.store import (
     OBSERVED,
     FeederSession,
     Identity,
-    NewRow,
     Resuming,
+    Row,
     RunStanding,
     SharedResult,
     Store,
@@ -349,15 +349,15 @@ class Feeder:
                 job = self._named(job)
             if isinstance(job, Job) and self._identifies:
                 identity = self._identity(job, bare)
-                new.append(NewRow(job.index, identity.key, identity.row, bare, job))
+                new.append(Row(job.index, identity.key, identity.row, bare, job))
             else:
-                new.append(NewRow(job.index, b"", b"", bare, job))
+                new.append(Row(job.index, b"", b"", bare, job))
         self.outstanding += len(new)
         await self.store.feed(self.session, new)
 
     async def _send(self, first: int, values: Sequence[object]) -> None:
         """Feed rows to a store outside this process, as JSON."""
-        new: list[tuple[NewRow, str]] = []
+        new: list[tuple[Row, str]] = []
         for place, value in enumerate(values):
             index, name = first + place, None
             if isinstance(value, Placed):
@@ -382,7 +382,7 @@ class Feeder:
                 result, _ = decode_result(answer, row.index, self._schema, resumed=True, value=value)  # type: ignore[arg-type]
                 self._finish(replace(result, job_id=job_id))  # it may have another id now
 
-    def _encoded(self, index: int, value: object, name: str | None) -> tuple[NewRow, str]:
+    def _encoded(self, index: int, value: object, name: str | None) -> tuple[Row, str]:
         """Return the row as it is fed, and its id. Raises JobError if it cannot be a job."""
         if isinstance(value, UnreadableRow):
             self._plan.job(index, value)
@@ -395,7 +395,7 @@ class Feeder:
         if job is not compiled:
             data = encode_row(value, job.job_id)
         identity = self._identity(job, given)
-        return NewRow(index, identity.key, identity.row, data), job.job_id
+        return Row(index, identity.key, identity.row, data), job.job_id
 
     def _named(self, job: Job) -> Job:
         """Return the job with its own id made unique. Rows of an earlier stage have unique names already."""

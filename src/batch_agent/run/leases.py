@@ -15,7 +15,7 @@ from batch_agent.errors import StoreError
 from batch_agent.record.codec import CALL_BEGUN, RANKS, decode, since_restart
 from batch_agent.record.journal import OVERDUE, to_its_end
 from batch_agent.record.steps import Past, read_past
-from batch_agent.record.store import Identity, KeptStep, LeasedRow, RowLease, RunStanding, Store
+from batch_agent.record.store import Identity, KeptStep, Lease, RunStanding, Store
 
 if TYPE_CHECKING:
     from batch_agent.run.feeder import Feeder
@@ -30,38 +30,38 @@ RENEWALS = 3  # per lease time
 Over = Literal["", "done", "asked to leave", "no feeder", "replaced", "the run is draining", "the run has ended"]
 
 
-def past_of(row: LeasedRow, identity: Identity, steps: Sequence[KeptStep]) -> Past | None:
+def past_of(lease: Lease, identity: Identity, steps: Sequence[KeptStep]) -> Past | None:
     """Return what an earlier agent with that identity recorded, or None. A finished agent is preferred to a running
     one, and a running one to a failed one. Each agent is returned once. An agent that continued answers to another
     question, which were kept by force, has ``several`` if its answers are to be checked now."""
     agents: dict[int, list[KeptStep]] = {}
     for step in steps:
-        if step.agent not in row.claimed:
+        if step.agent not in lease.claimed:
             agents.setdefault(step.agent, []).append(step)
 
     def is_same(step: KeptStep) -> bool:
-        return step.key == identity.key or (not row.checks and step.content == identity.row)
+        return step.key == identity.key or (not lease.checks and step.content == identity.row)
 
     own = [agent for agent, kept in agents.items() if is_same(kept[-1])]
     for agent in sorted(own, key=lambda agent: (RANKS.get(agents[agent][-1].kind, 1), agent)):
-        row.claimed.add(agent)
+        lease.claimed.add(agent)
         kept = agents[agent]
         try:
             past = read_past(agent, [decode(step.kind, step.body) for step in kept])
         except ValueError as error:
             if any(step.kind == CALL_BEGUN for step in kept):
                 return Past(agent, (), unreadable=str(error))
-            logger.warning("the record of row %d cannot be read and is ignored: %s", row.lease.index, error)
+            logger.warning("the record of row %d cannot be read and is ignored: %s", lease.row.index, error)
             continue
-        return replace(past, several=True) if row.checks and not all(map(is_same, since_restart(kept))) else past
+        return replace(past, several=True) if lease.checks and not all(map(is_same, since_restart(kept))) else past
     return None
 
 
-def is_retried(row: LeasedRow, past: Past | None) -> bool:
+def is_retried(lease: Lease, past: Past | None) -> bool:
     """Return whether the row failed before and is tried again."""
     if past is None or past.failed is None:
         return False
-    retry: bool | Collection[str] = row.retry
+    retry: bool | Collection[str] = lease.retry
     return retry if isinstance(retry, bool) else past.failed.error.type in retry
 
 
@@ -86,7 +86,7 @@ class Leases:
         patience: float = float("inf"),
     ) -> None:
         self.store, self.worker = store, worker
-        self.held: dict[int, LeasedRow] = {}  # by index: rows that this worker works on
+        self.held: dict[int, Lease] = {}  # by index: rows that this worker works on
         self.ending: set[int] = set()  # held rows whose results are not committed yet
         self.finished = 0  # rows whose results this worker recorded
         self.over: Over = ""
@@ -100,8 +100,8 @@ class Leases:
         self.failure: StoreError | None = None
         self._source = source
         self._lease, self._generation, self._patience = lease, generation, patience
-        self._ready: deque[LeasedRow] = deque()
-        self._taking: asyncio.Future[list[LeasedRow]] | None = None
+        self._ready: deque[Lease] = deque()
+        self._taking: asyncio.Future[list[Lease]] | None = None
         self._renewing: asyncio.Task[None] | None = None
         self._lonely_since: float | None = None  # when the worker first found no feeder
         self._fed = False  # every input was fed
@@ -117,7 +117,7 @@ class Leases:
             self.store.listen(self._changed.set)
             self._renewing = asyncio.get_running_loop().create_task(self._renew(), name="batch-agent leases")
 
-    async def next(self) -> list[LeasedRow]:
+    async def next(self) -> list[Lease]:
         """Return the next rows, for which it may wait; none if no more rows are taken."""
         most = self.store.group
         if not self._ready and not self.over and self.store.blocking.unstarted:
@@ -152,12 +152,12 @@ class Leases:
         source = self._source
         return source if source is not None and not source.ahead else None
 
-    def _hold(self, row: LeasedRow) -> LeasedRow:
-        index = row.lease.index
+    def _hold(self, lease: Lease) -> Lease:
+        index = lease.row.index
         if self.held.pop(index, None) is not None:  # its lease expired, and this worker took the row again
             self.on_lost(index)
-        self.held[index] = row
-        return row
+        self.held[index] = lease
+        return lease
 
     async def _wait_for_rows(self) -> bool:
         """Wait until a call may find rows. Returns False if there will be none."""
@@ -179,7 +179,7 @@ class Leases:
             await wait_event(self._leaving, self._wait)
         return not self.over
 
-    async def _take(self, most: int) -> list[LeasedRow]:
+    async def _take(self, most: int) -> list[Lease]:
         """Return the next rows. If this is cancelled, the next call or ``close`` takes the result of the running
         call."""
         if self.store.instant:
@@ -193,14 +193,14 @@ class Leases:
             return []
         return rows
 
-    async def claim(self, held: LeasedRow, identities: Sequence[Identity]) -> list[Past | None]:
+    async def claim(self, held: Lease, identities: Sequence[Identity]) -> list[Past | None]:
         """Return what earlier agents of the row recorded under these identities."""
         found = [past_of(held, identity, held.steps) for identity in identities]
         missing = [place for place, past in enumerate(found) if past is None]
         if not missing or not held.more:
             return found
         wanted = [identities[place] for place in missing]
-        for place, steps in zip(missing, await self.store.claim(held.lease, wanted), strict=True):
+        for place, steps in zip(missing, await self.store.claim(held, wanted), strict=True):
             found[place] = past_of(held, identities[place], steps)
         return found
 
@@ -222,24 +222,25 @@ class Leases:
         self.failure = self.failure or error
         self.leave()
 
-    def committed(self, lost: set[str], ended: Sequence[RowLease]) -> None:
+    def committed(self, lost: set[str], ended: Sequence[Lease]) -> None:
         """Forget rows whose results are recorded, and drop rows that other workers have."""
         self.lose(lost)
         for lease in ended:
+            index = lease.row.index
             self.finished += lease.place not in lost
-            self.held.pop(lease.index, None)
-            self.ending.discard(lease.index)
-            self.on_ended(lease.index)
+            self.held.pop(index, None)
+            self.ending.discard(index)
+            self.on_ended(index)
 
     def lose(self, places: set[str]) -> None:
         """Drop the rows at these places of the queue: other workers have them."""
-        for index in [index for index, row in self.held.items() if row.lease.place in places] if places else ():
+        for index in [index for index, lease in self.held.items() if lease.place in places] if places else ():
             del self.held[index]
             self.ending.discard(index)
             logger.info("the lease of row %d is lost: another worker has it", index)
             self.on_lost(index)
-        if places and any(row.lease.place in places for row in self._ready):
-            self._ready = deque(row for row in self._ready if row.lease.place not in places)
+        if places and any(lease.place in places for lease in self._ready):
+            self._ready = deque(lease for lease in self._ready if lease.place not in places)
 
     async def close(self) -> None:
         """Hand back all rows and leave the run. If the store is unreachable, the leases expire. May be called again."""
@@ -279,17 +280,17 @@ class Leases:
         while not self._closed:
             await wait_event(self._changed, self._lease / RENEWALS)
             self._changed.clear()
-            waiting: list[LeasedRow] = []
+            waiting: list[Lease] = []
             if self.over:
                 waiting, self._ready = list(self._ready), deque()
-            leases = [*(held.lease for held in self.held.values()), *(row.lease for row in self._ready)]
+            leases = [*self.held.values(), *self._ready]
             alarm = asyncio.get_running_loop().call_later(OVERDUE, self.on_away, True)
             try:
                 await self._hand_back(waiting)
                 lost, standing = await self.store.renew(self.worker, leases)
             except StoreError as error:  # the store has waited for the end of the outage: nothing can be recorded
                 self.fail(error)
-                self.lose({held.lease.place for held in self.held.values()})
+                self.lose({lease.place for lease in self.held.values()})
                 return
             finally:
                 alarm.cancel()
@@ -297,10 +298,10 @@ class Leases:
             if standing.observed:  # also if a new feeder has some
                 self.on_observed()
             # For rows whose results are being committed, the commit decides: a finished row has no lease.
-            self.lose(lost - {self.held[index].lease.place for index in self.ending if index in self.held})
+            self.lose(lost - {self.held[index].place for index in self.ending if index in self.held})
             if not self.over and (standing.phase != "running" or standing.generation != self._generation):
                 self._judge(standing)
 
-    async def _hand_back(self, rows: list[LeasedRow]) -> None:
-        if leases := [row.lease for row in rows]:
-            await shielded(self.store.hand_back(self.worker, leases))
+    async def _hand_back(self, rows: list[Lease]) -> None:
+        if rows:
+            await shielded(self.store.hand_back(self.worker, rows))

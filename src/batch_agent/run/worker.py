@@ -23,11 +23,11 @@ from batch_agent.errors import Cancelled, InputError, Interrupted, ReplayMismatc
 from batch_agent.events import JobStarted, RowTakenOver
 from batch_agent.job import AgentError, AgentResult, Failure, Job, Placed, is_interrupted
 from batch_agent.messages import JsonObject
-from batch_agent.record.journal import Journal, LeasedIdentity, Trail
+from batch_agent.record.journal import Journal, Trail
 from batch_agent.record.keys import Keys
 from batch_agent.record.row_json import decode_row
 from batch_agent.record.steps import Past
-from batch_agent.record.store import Identity, LeasedRow
+from batch_agent.record.store import Identity, Lease
 from batch_agent.run.budgeted_rows import BudgetedRows
 from batch_agent.run.cascade import CascadeRow, EntryDesk, Ladder
 from batch_agent.run.leases import Leases, is_retried, past_of
@@ -104,23 +104,23 @@ class Worker:
             rows = await leases.next()
             if not rows:
                 return
-            for held, job in zip(rows, await self._jobs(rows), strict=True):
+            for lease, job in zip(rows, await self._jobs(rows), strict=True):
                 feed.has_row = True
                 if not await feed.wait_room(self._is_over):
                     return
                 feed.has_row = False
                 left = self._left()
                 feed.expect(left)
-                if held.lease.index not in self._leases.held:  # its lease was lost meanwhile
+                if lease.row.index not in self._leases.held:  # its lease was lost meanwhile
                     continue
                 if isinstance(job, Job) and job.parts:
-                    await self._begin_parts(held, job, left, agents)
+                    await self._begin_parts(lease, job, left, agents)
                 elif self._ladder is not None and (fitting := await self._ladder.fitting(job)) is not None:
-                    await self._begin_cascade(held, fitting, job, agents, self._ladder)
+                    await self._begin_cascade(lease, fitting, job, agents, self._ladder)
                 elif self._voting is not None and isinstance(job, Job):
-                    await self._begin_samples(held, job, agents, self._voting)
+                    await self._begin_samples(lease, job, agents, self._voting)
                 else:
-                    await self._begin(held, job, agents)
+                    await self._begin(lease, job, agents)
                 started += 1
                 if started % BREATHER == 0:
                     await asyncio.sleep(0)
@@ -133,17 +133,17 @@ class Worker:
     def _is_over(self) -> bool:
         return bool(self._leases.over)
 
-    async def _jobs(self, rows: Sequence[LeasedRow]) -> list[Job | AgentResult[object]]:
+    async def _jobs(self, rows: Sequence[Lease]) -> list[Job | AgentResult[object]]:
         """Return the jobs of leased rows: those that the feeder compiled, or compiled here."""
         jobs: list[Job | AgentResult[object]] = []
-        for held in rows:
-            job = held.job
+        for lease in rows:
+            job = lease.row.job
             if isinstance(job, (Job, AgentResult)):  # a union would be made for each row
                 jobs.append(job)
                 continue
-            index = held.lease.index
+            index = lease.row.index
             try:
-                value, name = decode_row(cast(bytes, held.value), self.row_schema)
+                value, name = decode_row(cast(bytes, lease.row.value), self.row_schema)
             except InputError as error:
                 jobs.append(Failure(index, str(index), None, False, None, AgentError.of(error)))
                 continue
@@ -212,24 +212,22 @@ class Worker:
 
     # Rows
 
-    async def _trail(self, held: LeasedRow, job: Job) -> Trail:
+    def _trail(self, lease: Lease, job: Job) -> Trail:
         if self._journal.in_memory:
             return self._nowhere
-        if held.key:
-            identity = LeasedIdentity(held.key, held.content, held.lease)
-        else:
-            own = self._keys.identity(job, self._plan.question(job))
-            identity = LeasedIdentity(own.key, own.row, held.lease)
-        return self._follow(held, identity, past_of(held, identity, held.steps) if held.steps else None)
+        identity = self._identity(lease, job)
+        return self._follow(lease, identity, past_of(lease, identity, lease.steps) if lease.steps else None)
 
     def _follow(
-        self, held: LeasedRow, identity: LeasedIdentity, past: Past | None, *, retries: bool = True, stays: bool = False
+        self, lease: Lease, identity: Identity, past: Past | None, *, retries: bool = True, stays: bool = False
     ) -> Trail:
         """Return the trail of an agent with this record. ``retries``: a failed one may be tried again. ``stays``: its
         end stays as it is, because a later entry of the cascade has begun."""
-        retried = retries and is_retried(held, past)
-        restarts = past is not None and (past.several or not stays) and self._restarts(past, retried=retried)
-        return Trail(self._journal, identity, past, retried=retried, restarts=restarts, checks=held.checks)
+        if past is None:
+            return Trail(self._journal, lease, identity)
+        retried = retries and is_retried(lease, past)
+        restarts = (past.several or not stays) and self._restarts(past, retried=retried)
+        return Trail(self._journal, lease, identity, past, retried=retried, restarts=restarts)
 
     def _restarts(self, past: Past, *, retried: bool) -> bool:
         """Return whether a recorded row starts again in a new conversation: one that failed by its own fault, whose
@@ -243,12 +241,12 @@ class Worker:
             return False
         return starts_afresh(past.failed.error, self._retry_from)
 
-    async def _begin(self, held: LeasedRow, job: Job | AgentResult[object], agents: asyncio.TaskGroup) -> None:
+    async def _begin(self, lease: Lease, job: Job | AgentResult[object], agents: asyncio.TaskGroup) -> None:
         if isinstance(job, AgentResult):
             self._tell_start(job)
-            self._publish(held, None, job)
+            self._publish(lease, None, job)
             return
-        trail = await self._trail(held, job)
+        trail = self._trail(lease, job)
         if self._budget is not None and not await self._budget.begin(job, [trail], self._plan, self._is_over):
             return
         self._tell_start(job)
@@ -258,7 +256,7 @@ class Worker:
             await self._r.prewarm.begin(job, self._plan.question(job))
         agent = self.live[job.index] = Agent(job, self._r, trail, self._function)
         ticket = self._claim(agent, asks_first=self._asks_first and not trail.has_past)
-        task = agents.create_task(self._accompany(held, agent, ticket))
+        task = agents.create_task(self._accompany(lease, agent, ticket))
         agent.tasks = (task,)
         if ticket is not None:
             if (lead := self._lead) is not None:
@@ -270,7 +268,7 @@ class Worker:
         if not self._feed.paced:
             await asyncio.sleep(0)  # it requests its slot now, unless its record is sufficient
 
-    async def _accompany(self, held: LeasedRow, agent: Agent, ticket: Ticket | None) -> None:
+    async def _accompany(self, lease: Lease, agent: Agent, ticket: Ticket | None) -> None:
         """Run one agent from its first turn to its result, which the next commit records."""
         result: AgentResult[object] | None = None
         try:
@@ -281,7 +279,7 @@ class Worker:
                 agent = self.live[agent.job.index] = agent.anew()
                 result = await agent.run(None)
                 agent.record_end(result)
-            self._publish(held, agent, result)
+            self._publish(lease, agent, result)
         finally:
             if self._r.prewarm is not None:
                 self._r.prewarm.end(agent.job.index)
@@ -291,14 +289,14 @@ class Worker:
 
     # Rows in parts
 
-    async def _begin_parts(self, held: LeasedRow, job: Job, rows_left: int | None, agents: asyncio.TaskGroup) -> None:
+    async def _begin_parts(self, lease: Lease, job: Job, rows_left: int | None, agents: asyncio.TaskGroup) -> None:
         """Start an agent for each part when there is room. Later rows wait for this no longer than for other agents."""
-        trails = await self._part_trails(held, job.parts, [self._plan.question(part) for part in job.parts])
+        trails = await self._part_trails(lease, job.parts, [self._plan.question(part) for part in job.parts])
         if self._budget is not None and not await self._budget.begin(job, trails, self._plan, self._is_over):
             return
         self._tell_start(job)
         row = self.live[job.index] = Parts(job)
-        row.tasks.append(agents.create_task(self._accompany_parts(held, row)))
+        row.tasks.append(agents.create_task(self._accompany_parts(lease, row)))
         try:
             for place, (part, trail) in enumerate(zip(job.parts, trails, strict=True)):
                 if row.error is not None or not await self._feed.wait_room():
@@ -316,13 +314,13 @@ class Worker:
     async def _accompany_part(self, row: Parts, place: int, agent: Agent, ticket: Ticket | None) -> None:
         row.end(place, await self._work_on(agent, ticket))
 
-    async def _accompany_parts(self, held: LeasedRow, row: Parts) -> None:
+    async def _accompany_parts(self, lease: Lease, row: Parts) -> None:
         await row.wait()
         schema = self._r.schema
         answers = row.answers(schema) if row.error is None else []
         while row.error is None:
             jobs = self._plan.merging(row.job, answers)
-            trails = await self._part_trails(held, jobs, [job.prompt for job in jobs])
+            trails = await self._part_trails(lease, jobs, [job.prompt for job in jobs])
             merging = [Agent(job, self._r, trail, tool_loop) for job, trail in zip(jobs, trails, strict=True)]
             async with asyncio.TaskGroup() as level:
                 tasks = [level.create_task(self._work_on(agent, self._claim(agent))) for agent in merging]
@@ -330,7 +328,7 @@ class Worker:
             if len(answers) == 1:
                 break
         result = row.result()
-        self._publish(held, row, result)
+        self._publish(lease, row, result)
         if self._budget is not None:
             self._budget.end(row.job.index, result)
 
@@ -346,16 +344,17 @@ class Worker:
 
     # Rows with samples
 
-    async def _begin_samples(self, held: LeasedRow, job: Job, agents: asyncio.TaskGroup, voting: Voting) -> None:
+    async def _begin_samples(self, lease: Lease, job: Job, agents: asyncio.TaskGroup, voting: Voting) -> None:
         """Start the samples that could be needed, when there is room. Later ones follow when these end."""
-        begun, many = bool(held.steps or held.more), voting.samples
+        begun, many = bool(lease.steps or lease.more), voting.samples
         if self._budget and not await self._budget.begin(job, (), self._plan, self._is_over, samples=many, begun=begun):
             return
         self._tell_start(job)
         row = self.live[job.index] = Samples(job, voting, self._r.schema)
-        leased = self._leased(held, samples_of(self._identity(held, job), many))
-        pasts = await self._pasts(held, leased)
-        start = self._sampler(held, row, self._first, leased, pasts, agents, partial(self._end_samples, held, row))
+        identities = samples_of(self._identity(lease, job), many)
+        pasts = await self._pasts(lease, identities)
+        end = partial(self._end_samples, lease, row)
+        start = self._sampler(lease, row, self._first, identities, pasts, agents, end)
         while (number := row.next()) is not None:
             await self._lead_the_way(start(number))
             await self._feed.wait_room(self._is_over)  # without room too the row continues: it was begun
@@ -366,24 +365,21 @@ class Worker:
             self._lead = None
             await lead.wait()
 
-    def _identity(self, held: LeasedRow, job: Job) -> Identity:
-        if held.key:
-            return Identity(held.key, held.content)
+    def _identity(self, lease: Lease, job: Job) -> Identity:
+        if lease.row.key:
+            return Identity(lease.row.key, lease.row.content)
         return self._keys.identity(job, self._plan.question(job))
 
-    def _leased(self, held: LeasedRow, identities: Sequence[Identity]) -> list[LeasedIdentity]:
-        return [LeasedIdentity(each.key, each.row, held.lease) for each in identities]
-
-    async def _pasts(self, held: LeasedRow, leased: Sequence[LeasedIdentity]) -> list[Past | None]:
+    async def _pasts(self, lease: Lease, identities: Sequence[Identity]) -> list[Past | None]:
         """Return what earlier sessions recorded under these identities."""
-        return [None] * len(leased) if self._journal.in_memory else await self._leases.claim(held, leased)
+        return [None] * len(identities) if self._journal.in_memory else await self._leases.claim(lease, identities)
 
     def _sampler(
         self,
-        held: LeasedRow,
+        lease: Lease,
         row: Samples,
         desk: EntryDesk,
-        leased: Sequence[LeasedIdentity],
+        identities: Sequence[Identity],
         pasts: Sequence[Past | None],
         agents: asyncio.TaskGroup,
         on_end: Callable[[], None],
@@ -402,8 +398,8 @@ class Worker:
         def start(number: int) -> Ticket | None:
             trail = self._nowhere
             if not self._journal.in_memory:
-                trail = self._follow(held, leased[number], pasts[number], retries=retries, stays=stays)
-            agent = Agent(row.job_of(number, leased[0].key), desk.resources, trail, desk.function)
+                trail = self._follow(lease, identities[number], pasts[number], retries=retries, stays=stays)
+            agent = Agent(row.job_of(number, identities[0].key), desk.resources, trail, desk.function)
             ticket = self._claim(agent, asks_first=desk.asks_first and not trail.has_past)
             row.begin(number, agent)
             row.tasks.append(agents.create_task(accompany(number, agent, ticket)))
@@ -418,9 +414,9 @@ class Worker:
 
         return start
 
-    def _end_samples(self, held: LeasedRow, row: Samples) -> None:
+    def _end_samples(self, lease: Lease, row: Samples) -> None:
         result = self._counted(row)
-        self._publish(held, row, result)
+        self._publish(lease, row, result)
         if self._budget is not None:
             self._budget.end(row.job.index, result)
 
@@ -442,42 +438,42 @@ class Worker:
     # Rows of a cascade
 
     async def _begin_cascade(
-        self, held: LeasedRow, job: Job, made: object, agents: asyncio.TaskGroup, ladder: Ladder
+        self, lease: Lease, job: Job, made: object, agents: asyncio.TaskGroup, ladder: Ladder
     ) -> None:
         """Ask the first entry about a row. The others follow as their turns come. ``made`` is the job as the first
         entry has it, or its failure: the row does not fit its context."""
-        begun, many = bool(held.steps or held.more), 1 if self._voting is None else self._voting.samples
+        begun, many = bool(lease.steps or lease.more), 1 if self._voting is None else self._voting.samples
         if self._budget and not await self._budget.begin(job, (), self._plan, self._is_over, samples=many, begun=begun):
             return
         self._tell_start(job)
-        row = self.live[job.index] = CascadeRow(job, ladder, self._identity(held, job), many)
+        row = self.live[job.index] = CascadeRow(job, ladder, self._identity(lease, job), many)
         answer: Awaitable[AgentResult[object]]
         if isinstance(made, AgentResult):
             answer, ticket = asyncio.sleep(0, made), None
         else:
-            answer, ticket = await self._ask_entry(held, row, self._first, agents)
-        row.tasks.append(agents.create_task(self._accompany_cascade(held, row, answer, agents)))
+            answer, ticket = await self._ask_entry(lease, row, self._first, agents)
+        row.tasks.append(agents.create_task(self._accompany_cascade(lease, row, answer, agents)))
         await self._lead_the_way(ticket)
         await self._feed.wait_room(self._is_over)
 
     async def _accompany_cascade(
-        self, held: LeasedRow, row: CascadeRow, answer: Awaitable[AgentResult[object]], agents: asyncio.TaskGroup
+        self, lease: Lease, row: CascadeRow, answer: Awaitable[AgentResult[object]], agents: asyncio.TaskGroup
     ) -> None:
         """Ask one entry after the other until an answer stays, or no entry is left."""
         try:
-            await self._climb(held, row, answer, agents)
+            await self._climb(lease, row, answer, agents)
         finally:
             row.leave()
         result = row.result()
-        self._publish(held, row, result)
+        self._publish(lease, row, result)
         if self._budget is not None:
             self._budget.end(row.job.index, result)
 
     async def _climb(
-        self, held: LeasedRow, row: CascadeRow, answer: Awaitable[AgentResult[object]], agents: asyncio.TaskGroup
+        self, lease: Lease, row: CascadeRow, answer: Awaitable[AgentResult[object]], agents: asyncio.TaskGroup
     ) -> None:
         while row.end(await answer):
-            if not (await self._has_begun(held, row, row.place) or row.escalates() or await row.is_sent()):
+            if not (await self._has_begun(lease, row, row.place) or row.escalates() or await row.is_sent()):
                 return
             if row.place == len(row.ladder.names):
                 row.waits_for = PEOPLE if row.ladder.cascade.people else None
@@ -488,19 +484,19 @@ class Worker:
             if desk is None:
                 row.waits_for = row.ladder.names[row.place]
                 return
-            answer, _ = await self._ask_entry(held, row, desk, agents)
+            answer, _ = await self._ask_entry(lease, row, desk, agents)
 
     async def _ask_entry(
-        self, held: LeasedRow, row: CascadeRow, desk: EntryDesk, agents: asyncio.TaskGroup
+        self, lease: Lease, row: CascadeRow, desk: EntryDesk, agents: asyncio.TaskGroup
     ) -> tuple[Awaitable[AgentResult[object]], Ticket | None]:
         """Start the agents of the next entry. Returns their result to be awaited, and the ticket of the first."""
-        pasts, leased = await self._pasts_of(held, row, row.place), self._leased(held, row.identities(row.place))
-        stays = await self._has_begun(held, row, row.place + 1)
+        pasts, identities = await self._pasts_of(lease, row, row.place), row.identities(row.place)
+        stays = await self._has_begun(lease, row, row.place + 1)
         may_retry = not stays and row.may_retry(pasts)
         if desk.voting is None:
             trail = self._nowhere
             if not self._journal.in_memory:
-                trail = self._follow(held, leased[0], pasts[0], retries=may_retry, stays=stays)
+                trail = self._follow(lease, identities[0], pasts[0], retries=may_retry, stays=stays)
             agent = row.asking = Agent(row.job, desk.resources, trail, desk.function, row.wrote)
             ticket = self._claim(agent, asks_first=desk.asks_first and not trail.has_past)
             return self._work_on(agent, ticket), ticket
@@ -513,37 +509,34 @@ class Worker:
             if not done.done():
                 done.set_result(self._counted(samples))
 
-        start = self._sampler(held, samples, desk, leased, pasts, agents, end, may_retry=may_retry, stays=stays)
+        start = self._sampler(lease, samples, desk, identities, pasts, agents, end, may_retry=may_retry, stays=stays)
         while (number := samples.next()) is not None:
             ticket = start(number)
             first = first or ticket
         return done, first
 
-    async def _pasts_of(self, held: LeasedRow, row: CascadeRow, place: int) -> list[Past | None]:
+    async def _pasts_of(self, lease: Lease, row: CascadeRow, place: int) -> list[Past | None]:
         """Return what earlier sessions recorded of a row at an entry. Each record is claimed once."""
         if place not in row.pasts:
-            row.pasts[place] = await self._pasts(held, self._leased(held, row.identities(place)))
+            row.pasts[place] = await self._pasts(lease, row.identities(place))
         return row.pasts[place]
 
-    async def _has_begun(self, held: LeasedRow, row: CascadeRow, place: int) -> bool:
+    async def _has_begun(self, lease: Lease, row: CascadeRow, place: int) -> bool:
         """Return whether an earlier session has asked an entry: then its row is sent there again."""
-        if place >= len(row.ladder.names) or not (held.steps or held.more):
+        if place >= len(row.ladder.names) or not (lease.steps or lease.more):
             return False
-        return any(past is not None for past in await self._pasts_of(held, row, place))
+        return any(past is not None for past in await self._pasts_of(lease, row, place))
 
-    async def _part_trails(self, held: LeasedRow, jobs: Sequence[Job], questions: Sequence[str]) -> Sequence[Trail]:
+    async def _part_trails(self, lease: Lease, jobs: Sequence[Job], questions: Sequence[str]) -> Sequence[Trail]:
         if self._journal.in_memory:
             return [self._nowhere] * len(jobs)
-        identities: list[LeasedIdentity] = []
-        for job, question in zip(jobs, questions, strict=True):
-            own: Identity = self._part_keys.identity(job, question)
-            identities.append(LeasedIdentity(own.key, own.row, held.lease))
-        found = await self._leases.claim(held, identities)
-        return [self._follow(held, identity, past) for identity, past in zip(identities, found, strict=True)]
+        identities = [self._part_keys.identity(job, question) for job, question in zip(jobs, questions, strict=True)]
+        found = await self._leases.claim(lease, identities)
+        return [self._follow(lease, identity, past) for identity, past in zip(identities, found, strict=True)]
 
     # Results
 
-    def _publish(self, held: LeasedRow, agent: Agent | Several | None, result: AgentResult[object]) -> None:
+    def _publish(self, lease: Lease, agent: Agent | Several | None, result: AgentResult[object]) -> None:
         """Record a result. After the commit the feeder delivers it, and its agent is no longer live."""
         if self._tells:
             self._tell(result)
@@ -552,8 +545,8 @@ class Worker:
                 del self.live[result.index]
             self.on_unfinished(result)
         else:
-            self._leases.ending.add(held.lease.index)
-            self._journal.publish(held.lease, result)
+            self._leases.ending.add(lease.row.index)
+            self._journal.publish(lease, result)
 
     def _tell_start(self, job: Job | AgentResult[object]) -> None:
         r, at = self._r, self._r.clock()

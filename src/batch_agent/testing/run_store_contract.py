@@ -27,10 +27,10 @@ from batch_agent.record.store import (
     FeederReplaced,
     Identity,
     Increment,
-    LeasedRow,
-    NewRow,
+    Lease,
     Outlay,
     Resuming,
+    Row,
     RowChange,
     RunStore,
 )
@@ -76,10 +76,10 @@ class RunStoreContract(DurabilityContract):
         assert other != now.worker
         first, second = now.take(3), now.work.take(other, 3, 0)
         assert texts(first, place) == ["input row 0", "input row 1", "input row 2"]
-        assert [row.lease.index for row in second] == [3, 4]
+        assert [row.row.index for row in second] == [3, 4]
         assert now.take() == []
         assert now.store.standing().counts == Counts(leased=5)
-        assert now.work.commit(other, 1, [now.ended(row.lease) for row in second]) == set()
+        assert now.work.commit(other, 1, [now.ended(row) for row in second]) == set()
         assert now.finish(*first[:2]) == now.finish(first[2], error="Invalid") == set()
         assert now.delivered() == [(index, f"result {index}") for index in (3, 4, 0, 1, 2)]
         assert not now.store.standing().done
@@ -113,17 +113,17 @@ class RunStoreContract(DurabilityContract):
         now.record(old, turn(row, "turn 2"))
         place.expire()
         (taken,) = now.work.take(two, 1, 0)
-        assert taken.lease.token > old.lease.token
-        assert (taken.lease.row, texts([taken], place)) == (old.lease.row, ["input row 0"])
+        assert taken.token > old.token
+        assert (taken.row.index, texts([taken], place)) == (old.row.index, ["input row 0"])
         assert bodies(taken.steps) == bodies([turn(row, "turn 1"), begun(row), turn(row, "turn 2")])
-        assert now.record(old, turn(row, "late")) == {old.lease.place}
-        assert now.finish(old) == {old.lease.place}
-        assert now.work.renew(now.worker, [old.lease])[0] == {old.lease.place}
-        now.work.hand_back(now.worker, [old.lease])  # it is another worker's row
+        assert now.record(old, turn(row, "late")) == {old.place}
+        assert now.finish(old) == {old.place}
+        assert now.work.renew(now.worker, [old])[0] == {old.place}
+        now.work.hand_back(now.worker, [old])  # it is another worker's row
         assert now.take() == []
         assert now.delivered() == []
-        assert now.work.commit(two, 1, [now.ended(taken.lease)]) == set()
-        assert now.work.commit(two, 2, [now.ended(taken.lease)]) == {taken.lease.place}  # it has ended
+        assert now.work.commit(two, 1, [now.ended(taken)]) == set()
+        assert now.work.commit(two, 2, [now.ended(taken)]) == {taken.place}  # it has ended
         assert now.delivered() == [(0, "result 0")]
 
     def test_a_row_whose_lease_ended_comes_before_new_rows(self, place: StorePlace) -> None:
@@ -132,7 +132,7 @@ class RunStoreContract(DurabilityContract):
         now.finish(first)
         place.expire()
         now.store.feed(now.number, [new_row(place, 3)])
-        assert [row.lease.index for row in now.take(2)] == [1, 2]
+        assert [row.row.index for row in now.take(2)] == [1, 2]
 
     def test_a_lease_holds_for_its_whole_time(self, place: StorePlace) -> None:
         now = begin(place, place.open(), new_row(place, 0))
@@ -147,9 +147,9 @@ class RunStoreContract(DurabilityContract):
         (old,) = now.take()
         place.expire()
         (new,) = now.take()
-        assert new.lease.token > old.lease.token
-        assert now.record(old, turn(row, "late")) == {old.lease.place}
-        assert now.work.renew(now.worker, [new.lease])[0] == set()
+        assert new.token > old.token
+        assert now.record(old, turn(row, "late")) == {old.place}
+        assert now.work.renew(now.worker, [new])[0] == set()
         assert now.finish(new) == set()
 
     def test_a_renewed_lease_outlasts_the_time_of_a_lease(self, place: StorePlace) -> None:
@@ -157,17 +157,17 @@ class RunStoreContract(DurabilityContract):
         two = now.work.join({})
         first, second = now.take()
         place.expire()
-        assert now.work.renew(now.worker, [first.lease])[0] == set()
-        assert [row.lease.row for row in now.work.take(two, 2, 0)] == [second.lease.row]
+        assert now.work.renew(now.worker, [first])[0] == set()
+        assert [row.row.index for row in now.work.take(two, 2, 0)] == [second.row.index]
 
     def test_a_commit_refuses_the_rows_that_are_lost_and_records_the_others(self, place: StorePlace) -> None:
         now = begin(place, place.open(), new_row(place, 0), new_row(place, 1))
         two = now.work.join({})
         rows = now.take()
         place.expire()
-        now.work.renew(now.worker, [rows[1].lease])
+        now.work.renew(now.worker, [rows[1]])
         now.work.take(two, 1, 0)
-        assert now.finish(*rows) == {rows[0].lease.place}
+        assert now.finish(*rows) == {rows[0].place}
         assert [index for index, _ in now.delivered()] == [1]
 
     def test_a_commit_that_is_repeated_changes_nothing_and_answers_the_same(self, place: StorePlace) -> None:
@@ -175,15 +175,15 @@ class RunStoreContract(DurabilityContract):
         now = begin(place, place.open(), *rows)
         other = now.work.join({})
         first, second = now.take()
-        change = [RowChange(first.lease, (turn(one, "turn"),))]
+        change = [RowChange(first, (turn(one, "turn"),))]
         assert now.work.commit(now.worker, 1, change) == now.work.commit(now.worker, 1, change) == set()
         place.expire()
         (again, _) = now.work.take(other, 2, 0)
         assert bodies(again.steps) == bodies([turn(one, "turn")])
-        late = [now.ended(second.lease)]
-        lost = {second.lease.place}
+        late = [now.ended(second)]
+        lost = {second.place}
         assert now.work.commit(now.worker, 2, late) == now.work.commit(now.worker, 2, late) == lost
-        ended = [now.ended(again.lease, steps=[done(one, "end")])]
+        ended = [now.ended(again, steps=[done(one, "end")])]
         assert now.work.commit(other, 1, ended) == now.work.commit(other, 1, ended) == set()
         assert len(now.delivered()) == 1
         assert now.store.standing().counts.ok == 1
@@ -195,20 +195,20 @@ class RunStoreContract(DurabilityContract):
         two = now.work.join({})
         held = now.take()
         turns = [turn(row, f"turn {row.index}") for row in rows]
-        now.commit(*(RowChange(row.lease, (step,)) for row, step in zip(held, turns, strict=True)))
-        now.work.hand_back(now.worker, [held[1].lease])
+        now.commit(*(RowChange(row, (step,)) for row, step in zip(held, turns, strict=True)))
+        now.work.hand_back(now.worker, [held[1]])
         taken = now.work.take(two, 3, 0)
-        assert [row.lease.index for row in taken] == [1]
-        now.work.hand_back(now.worker, [held[0].lease])
+        assert [row.row.index for row in taken] == [1]
+        now.work.hand_back(now.worker, [held[0]])
         now.work.leave(now.worker)
         taken += now.work.take(two, 3, 0)
         place.expire()  # the lease of the row that was not handed back
-        now.work.renew(two, [row.lease for row in taken])
+        now.work.renew(two, taken)
         taken += now.work.take(two, 3, 0)
-        found = [(place.read_value(row.value), bodies(row.steps)) for row in taken]
+        found = [(place.read_value(row.row.value), bodies(row.steps)) for row in taken]
         assert found == [(f"input row {index}", bodies([turns[index]])) for index in (1, 0, 2)]
-        assert now.finish(*held) == {row.lease.place for row in held}
-        assert now.work.commit(two, 1, [now.ended(row.lease) for row in taken]) == set()
+        assert now.finish(*held) == {row.place for row in held}
+        assert now.work.commit(two, 1, [now.ended(row) for row in taken]) == set()
         assert now.delivered() == [(index, f"result {index}") for index in (1, 0, 2)]
 
     def test_a_worker_in_the_feeders_process_keeps_its_rows_and_hands_them_on_with_their_steps(
@@ -219,10 +219,10 @@ class RunStoreContract(DurabilityContract):
         needs(now.store.instant, "no worker is in the process of this store")
         own = now.store.join({"feeder": True})
         (held,) = now.store.take(own, 1, 0)
-        now.store.commit(own, 1, [RowChange(held.lease, (turn(row, "turn"),))])
+        now.store.commit(own, 1, [RowChange(held, (turn(row, "turn"),))])
         place.expire()
         assert now.take() == []
-        now.store.hand_back(own, [held.lease])
+        now.store.hand_back(own, [held])
         (taken,) = now.take()
         assert bodies(taken.steps) == bodies([turn(row, "turn")])
 
@@ -235,7 +235,7 @@ class RunStoreContract(DurabilityContract):
         place.expire()
         own = now.store.join({"feeder": True})
         (taken,) = now.store.take(own, 1, 0)
-        now.store.commit(own, 1, [RowChange(taken.lease, (turn(row, "second", taken.steps[0].agent),))])
+        now.store.commit(own, 1, [RowChange(taken, (turn(row, "second", taken.steps[0].agent),))])
         (again,) = begin(place, place.reopen(now.store), row, how=RESUME).take()
         assert bodies(again.steps) == bodies([turn(row, "first"), turn(row, "second")])
         assert len({step.agent for step in again.steps}) == 1
@@ -246,8 +246,8 @@ class RunStoreContract(DurabilityContract):
         )
         now.store.feed(now.number, [new_row(place, 4, "same"), new_row(place, 5, "same")])
         rows = now.take()
-        assert [row.lease.index for row in rows] == [0, 1, 2, 3, 4, 5]
-        assert len({row.lease.place for row in rows}) == 6
+        assert [row.row.index for row in rows] == [0, 1, 2, 3, 4, 5]
+        assert len({row.place for row in rows}) == 6
         now.finish(*rows)
         assert [index for index, _ in now.delivered()] == [0, 1, 2, 3, 4, 5]
 
@@ -264,8 +264,8 @@ class RunStoreContract(DurabilityContract):
         def take(_: int) -> list[int]:
             worker, taken = now.work.join({}), list[int]()
             while rows := now.work.take(worker, 3, 0):
-                now.work.commit(worker, len(taken) + 1, [now.ended(row.lease) for row in rows])
-                taken += [row.lease.index for row in rows]
+                now.work.commit(worker, len(taken) + 1, [now.ended(row) for row in rows])
+                taken += [row.row.index for row in rows]
             return taken
 
         with ThreadPoolExecutor(4) as threads:
@@ -277,7 +277,7 @@ class RunStoreContract(DurabilityContract):
         now = begin(place, place.open())
 
         def work() -> None:
-            rows: list[LeasedRow] = []
+            rows: list[Lease] = []
             for _ in range(TRIES):
                 rows = rows or now.work.take(now.worker, 1, 0.5)
             now.finish(*rows)
@@ -377,7 +377,7 @@ class RunStoreContract(DurabilityContract):
         now.finish(failed, error="Unavailable", steps=[turn(rows[1], "a turn", 2)])
         again = begin(place, place.reopen(now.store), *rows, how=RESUME)
         assert again.delivered() == []
-        found = {row.lease.index: bodies(row.steps) for row in again.take()}
+        found = {row.row.index: bodies(row.steps) for row in again.take()}
         known = {
             0: bodies([done(rows[0], "the answer")]),
             1: bodies([turn(rows[1], "a turn")]),
@@ -396,7 +396,7 @@ class RunStoreContract(DurabilityContract):
         now = begin(place, place.open(), row)
         (held,) = now.take()
         assert texts([held], place) == [f"input {LONG}"]
-        now.commit(RowChange(held.lease, (), place.result(LONG, 0)))
+        now.commit(RowChange(held, (), place.result(LONG, 0)))
         assert now.delivered() == [(0, LONG)]
         if place.keeps == "results":
             assert begin(place, place.reopen(now.store), row, how=RESUME).answers == [LONG]
@@ -429,10 +429,10 @@ class RunStoreContract(DurabilityContract):
         (old,) = now.take()
         again = begin(place, place.reopen(now.store), row, how=RESUME)
         (taken,) = again.take()
-        late = again.ended(old.lease)
-        assert again.work.commit(now.worker, 9, [late]) == {old.lease.place}
-        assert again.work.commit(again.worker, 9, [late]) == ({old.lease.place} if old.lease != taken.lease else set())
-        assert old.lease != taken.lease
+        late = again.ended(old)
+        assert again.work.commit(now.worker, 9, [late]) == {old.place}
+        assert again.work.commit(again.worker, 9, [late]) == {old.place}
+        assert (old.place, old.token) != (taken.place, taken.token)
         assert again.delivered() == []
 
     def test_a_worker_number_and_agent_numbers_are_not_used_again_after_a_kill(self, place: StorePlace) -> None:
@@ -443,13 +443,13 @@ class RunStoreContract(DurabilityContract):
         mine = now.work.agent_numbers(now.worker)
         now.record(one, turn(rows[0], "of the first", next(mine)))
         again = begin(place, place.reopen(now.store), *rows, how=RESUME)
-        first, second = sorted(again.take(), key=lambda row: row.lease.index)
+        first, second = sorted(again.take(), key=lambda row: row.row.index)
         assert bodies(first.steps) == bodies([turn(rows[0], "of the first")])
         number = next(again.work.agent_numbers(again.worker))
         assert number not in [step.agent for step in first.steps]
         again.record(second, turn(rows[1], "of the second", number))
         third = begin(place, place.reopen(again.store), *rows, how=RESUME)
-        found = [bodies(row.steps) for row in sorted(third.take(), key=lambda row: row.lease.index)]
+        found = [bodies(row.steps) for row in sorted(third.take(), key=lambda row: row.row.index)]
         assert found == [bodies([turn(rows[0], "of the first")]), bodies([turn(rows[1], "of the second")])]
 
     def test_only_the_failures_that_are_named_are_tried_again(self, place: StorePlace) -> None:
@@ -470,7 +470,7 @@ class RunStoreContract(DurabilityContract):
             assert [row.retry for row in tried] == [named, named]  # a worker decides from the steps
             return
         assert again.answers == ["result 0", None]
-        assert [row.lease.index for row in tried] == [1]
+        assert [row.row.index for row in tried] == [1]
         again.finish(*tried)
         again.close()
         assert begin(place, place.open(), *rows, how=RESUME).answers == [None, "result 1"]
@@ -503,9 +503,9 @@ class RunStoreContract(DurabilityContract):
         (taken,) = again.take()
         assert taken.more
         wanted = [Identity(part.key, part.content)] * 2
-        found = again.work.claim(taken.lease, wanted)
+        found = again.work.claim(taken, wanted)
         assert [bodies(steps) for steps in found] == [bodies([done(part, "left")]), []]
-        assert again.work.claim(taken.lease, wanted) == [(), ()]
+        assert again.work.claim(taken, wanted) == [(), ()]
 
     def test_a_row_that_moved_keeps_its_record_and_one_that_is_gone_leaves_the_queue(self, place: StorePlace) -> None:
         needs(place.keeps != "nothing", "this store keeps nothing")
@@ -515,7 +515,7 @@ class RunStoreContract(DurabilityContract):
         now.record(held, turn(a, "turn"))
         again = begin(place, place.reopen(now.store), new_row(place, 0, "b"), new_row(place, 1, "a"), how=RESUME)
         again.store.end_inputs(again.number)
-        taken = {row.lease.index: bodies(row.steps) for row in again.take()}
+        taken = {row.row.index: bodies(row.steps) for row in again.take()}
         assert taken == {0: [], 1: bodies([turn(a, "turn")])}
         assert again.store.standing().counts == Counts(leased=2, fed=True)
 
@@ -530,8 +530,8 @@ class RunStoreContract(DurabilityContract):
         again = begin(place, place.reopen(now.store), *changed, how=RESUME, fingerprint="1f")
         assert again.store.standing().generation != generation
         assert again.answers == [None, None]
-        assert again.work.renew(now.worker, [running.lease])[0] == {running.lease.place}
-        assert [(row.lease.index, row.steps) for row in again.take()] == [(0, ()), (1, ())]
+        assert again.work.renew(now.worker, [running])[0] == {running.place}
+        assert [(row.row.index, row.steps) for row in again.take()] == [(0, ()), (1, ())]
 
     def test_by_force_rows_keep_their_steps_though_the_question_changed(self, place: StorePlace) -> None:
         needs(place.keeps == "steps", "this store looks rows up by their question")
@@ -552,10 +552,10 @@ class RunStoreContract(DurabilityContract):
         store.feed(session, rows)
         worker = store.join({})
         good, bad = store.take(worker, 2, 0)
-        needs(place.steps_kept(store, good.lease) is not None, "this store keeps all steps")
-        store.commit(worker, 1, [RowChange(good.lease, (done(rows[0], "x"),), place.result("result 0", 0))])
-        store.commit(worker, 2, [RowChange(bad.lease, (turn(rows[1], "x"),), place.result("result 1", 1), "Invalid")])
-        assert (place.steps_kept(store, good.lease), place.steps_kept(store, bad.lease)) == (0, 1)
+        needs(place.steps_kept(store, good) is not None, "this store keeps all steps")
+        store.commit(worker, 1, [RowChange(good, (done(rows[0], "x"),), place.result("result 0", 0))])
+        store.commit(worker, 2, [RowChange(bad, (turn(rows[1], "x"),), place.result("result 1", 1), "Invalid")])
+        assert (place.steps_kept(store, good), place.steps_kept(store, bad)) == (0, 1)
 
     # What was spent
 
@@ -592,11 +592,11 @@ class RunStoreContract(DurabilityContract):
         now = begin(place, place.open(), row)
         (taken,) = now.take()
         other = now.work.join({})
-        lost = [RowChange(taken.lease, (turn(row, "lost"),))]  # of another worker, which spent it nevertheless
+        lost = [RowChange(taken, (turn(row, "lost"),))]  # of another worker, which spent it nevertheless
         now.work.commit(other, 1, lost, Outlay(more=Increment(2, 1, {"turns": 2})))
         for _ in range(2):
             more = Increment(40, 3, {"turns": 1, "seconds": 0.5})
-            now.work.commit(now.worker, 1, [RowChange(taken.lease, (turn(row, "turn"),))], Outlay(more=more))
+            now.work.commit(now.worker, 1, [RowChange(taken, (turn(row, "turn"),))], Outlay(more=more))
         assert dict(now.store.worked()) == {"turns": 3, "seconds": 0.5}
         needs(place.keeps != "nothing", "this store keeps nothing")
         again = begin(place, place.reopen(now.store), how=RESUME)
@@ -766,7 +766,7 @@ class RunStoreContract(DurabilityContract):
         assert [each.standing().counts.unstarted for each in (now.work, worked, second)] == [1, 2, 3]
         worker = worked.join({})
         one, two = worked.take(worker, 5, 0)
-        worked.commit(worker, 1, [RowChange(one.lease, (turn(rows[0], "of the first stage"),))])
+        worked.commit(worker, 1, [RowChange(one, (turn(rows[0], "of the first stage"),))])
         worked.beat("a", MEMBER, {SLOT_POT: Claim(8, 0, 8)}, {}, {})
         assert now.work.beat("b", MEMBER, {SLOT_POT: Claim(8, 0, 8)}, {}, {}).grants[SLOT_POT].held == 0
         assert worked.begin_call("a", "key", "t1", "").state == "mine"
@@ -775,7 +775,7 @@ class RunStoreContract(DurabilityContract):
         assert worked.get_file("f") == "text"
         now.work.add_job_lines([b"{}"])
         assert worked.job_lines() == [b"{}"]
-        worked.hand_back(worker, [one.lease, two.lease])
+        worked.hand_back(worker, [one, two])
         for stage, session in zip(stages, sessions, strict=True):
             stage.close_feed(session, facts(), "running")
         if place.keeps != "nothing":
@@ -783,7 +783,7 @@ class RunStoreContract(DurabilityContract):
         for each in (worked, second, *stages):
             each.close()
 
-    def _resume_stages(self, place: StorePlace, killed: RunStore, rows: Sequence[NewRow]) -> None:
+    def _resume_stages(self, place: StorePlace, killed: RunStore, rows: Sequence[Row]) -> None:
         again = begin(place, place.reopen(killed), how=RESUME)
         for name, steps in (("first", bodies([turn(rows[0], "of the first stage")])), ("second", [])):
             stage = again.store.stage(name)

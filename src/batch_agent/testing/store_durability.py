@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from batch_agent.errors import StoreError
-from batch_agent.record.store import NewRow, Outlay, RowChange
+from batch_agent.record.store import Outlay, Row, RowChange
 from batch_agent.share.table import BUDGET_TOKENS, Claim
 from batch_agent.testing.store_place import (
     DEAD,
@@ -39,14 +39,14 @@ class DurabilityContract:
         now.record(first, turn(rows[0], "kept", 1))
         assert place.log is not None
         before = place.log.stat().st_size
-        changes = [RowChange(row.lease, (turn(rows[n], "cut", n + 1),)) for n, row in enumerate(others, start=1)]
+        changes = [RowChange(row, (turn(rows[n], "cut", n + 1),)) for n, row in enumerate(others, start=1)]
         now.commit(*changes)
         whole = place.log.read_bytes()
         assert len(whole) > before, "a commit was not written when it returned"
         for size in (before + 1, (before + len(whole)) // 2, len(whole) - 1):
             place.log.write_bytes(whole[:size])
             again = begin(place, place.reopen(now.store), *rows, how=RESUME)
-            found = {row.lease.index: bodies(row.steps) for row in again.take()}
+            found = {row.row.index: bodies(row.steps) for row in again.take()}
             assert found == {0: bodies([turn(rows[0], "kept")]), 1: [], 2: [], 3: []}
             place.log.write_bytes(whole)
 
@@ -71,11 +71,11 @@ class DurabilityContract:
         assert place.log is not None
         place.log.write_bytes(place.log.read_bytes()[:-1])
         again = begin(place, place.reopen(now.store), *rows, how=RESUME)
-        _, two = sorted(again.take(), key=lambda row: row.lease.index)
+        _, two = sorted(again.take(), key=lambda row: row.row.index)
         again.record(two, turn(rows[1], "second", next(again.work.agent_numbers(again.worker))))
         again.close()
         third = begin(place, place.reopen(again.store), *rows, how=RESUME)
-        found = [bodies(row.steps) for row in sorted(third.take(), key=lambda row: row.lease.index)]
+        found = [bodies(row.steps) for row in sorted(third.take(), key=lambda row: row.row.index)]
         assert found == [bodies([turn(rows[0], "first")]), bodies([turn(rows[1], "second")])]
 
     def test_what_was_committed_survives_a_loss_of_power(self, place: StorePlace) -> None:
@@ -101,13 +101,13 @@ class DurabilityContract:
             now.work.commit(now.worker, 100, [], Outlay(500))
             assert self._after_power_loss(place, rows).store.spent().tokens == 500
 
-    def _after_power_loss(self, place: StorePlace, rows: Sequence[NewRow]) -> Session:
+    def _after_power_loss(self, place: StorePlace, rows: Sequence[Row]) -> Session:
         """Resume what survived: the result of the first row, and the write that the second has begun."""
         survived = place.lose_power()
         needs(survived, "the syncing of this store cannot be observed")
         assert survived is not None
         again = begin(place, survived, *rows, how=RESUME)
-        found = {row.lease.index: bodies(row.steps) for row in again.take()}
+        found = {row.row.index: bodies(row.steps) for row in again.take()}
         assert found[1] == bodies([begun(rows[1])])
         assert again.answers[0] == "result 0" if place.keeps == "results" else found[0]
         return again

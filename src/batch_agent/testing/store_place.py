@@ -21,11 +21,10 @@ from batch_agent.record.steps import Asked, CallBegun, Ended, Spent
 from batch_agent.record.store import (
     OBSERVED,
     KeptStep,
-    LeasedRow,
-    NewRow,
+    Lease,
     Resuming,
+    Row,
     RowChange,
-    RowLease,
     RunStore,
     WorkStore,
 )
@@ -93,7 +92,7 @@ class StorePlace(ABC):
         """Return a store at a place that cannot be written. None if there is no such place."""
         return None
 
-    def steps_kept(self, store: RunStore, lease: RowLease) -> int | None:
+    def steps_kept(self, store: RunStore, lease: Lease) -> int | None:
         """Return how many steps of an ended row the store keeps. None if the store keeps all."""
         return None
 
@@ -165,22 +164,22 @@ def facts(fingerprint: str = "0f", **more: object) -> JsonObject:
     return cast(JsonObject, {**found, **more})
 
 
-def new_row(place: StorePlace, index: int, name: str | None = None, *, question: str = "") -> NewRow:
+def new_row(place: StorePlace, index: int, name: str | None = None, *, question: str = "") -> Row:
     """Return the row ``name``. Rows with one name ask the same; another ``question`` is another question about it."""
     name = name or f"row {index}"
-    return NewRow(index, f"{question}{name}".encode(), f"content of {name}".encode(), place.value(f"input {name}"))
+    return Row(index, f"{question}{name}".encode(), f"content of {name}".encode(), place.value(f"input {name}"))
 
 
-def turn(row: NewRow, text: str, agent: int = 1) -> KeptStep:
+def turn(row: Row, text: str, agent: int = 1) -> KeptStep:
     """Return a step of a row: a turn of the agent with that number."""
     return KeptStep(agent, row.key, row.content, *encode(Asked("", 0, Reply(text), Spent())))
 
 
-def done(row: NewRow, text: str, agent: int = 1) -> KeptStep:
+def done(row: Row, text: str, agent: int = 1) -> KeptStep:
     return KeptStep(agent, row.key, row.content, *encode(Ended(Spent(), reply=Reply(text))))
 
 
-def begun(row: NewRow, agent: int = 1) -> KeptStep:
+def begun(row: Row, agent: int = 1) -> KeptStep:
     """Return the step before a tool that writes is called."""
     return KeptStep(agent, row.key, row.content, *encode(CallBegun("", 0)))
 
@@ -194,7 +193,7 @@ class Session:
     """A session of a feeder with one worker, for tests. ``answers`` is what the feeder got for its rows."""
 
     def __init__(
-        self, place: StorePlace, store: RunStore, rows: Sequence[NewRow], how: Resuming, facts: JsonObject
+        self, place: StorePlace, store: RunStore, rows: Sequence[Row], how: Resuming, facts: JsonObject
     ) -> None:
         store.open(how)
         self.place, self.store, self.facts = place, store, facts
@@ -205,17 +204,17 @@ class Session:
         self.worker = self.work.join({})
         self._commits = 0
 
-    def take(self, most: int = 100) -> list[LeasedRow]:
+    def take(self, most: int = 100) -> list[Lease]:
         return self.work.take(self.worker, most, 0)
 
-    def record(self, row: LeasedRow, *steps: KeptStep) -> set[str]:
-        return self.commit(RowChange(row.lease, steps))
+    def record(self, row: Lease, *steps: KeptStep) -> set[str]:
+        return self.commit(RowChange(row, steps))
 
-    def finish(self, *rows: LeasedRow, error: str = "", steps: Sequence[KeptStep] = ()) -> set[str]:
-        return self.commit(*(self.ended(row.lease, error, steps) for row in rows))
+    def finish(self, *rows: Lease, error: str = "", steps: Sequence[KeptStep] = ()) -> set[str]:
+        return self.commit(*(self.ended(row, error, steps) for row in rows))
 
-    def ended(self, lease: RowLease, error: str = "", steps: Sequence[KeptStep] = ()) -> RowChange:
-        return RowChange(lease, tuple(steps), self.place.result(f"result {lease.index}", lease.index), error)
+    def ended(self, lease: Lease, error: str = "", steps: Sequence[KeptStep] = ()) -> RowChange:
+        return RowChange(lease, tuple(steps), self.place.result(f"result {lease.row.index}", lease.row.index), error)
 
     def commit(self, *changes: RowChange) -> set[str]:
         self._commits += 1
@@ -234,7 +233,7 @@ class Session:
 def begin(
     place: StorePlace,
     store: RunStore,
-    *rows: NewRow,
+    *rows: Row,
     how: Resuming = FRESH,
     fingerprint: str = "0f",
     observed: bool = False,
@@ -242,8 +241,8 @@ def begin(
     return Session(place, store, rows, how, facts(fingerprint, **({OBSERVED: True} if observed else {})))
 
 
-def texts(rows: Sequence[LeasedRow], place: StorePlace) -> list[object]:
-    return [place.read_value(row.value) for row in rows]
+def texts(rows: Sequence[Lease], place: StorePlace) -> list[object]:
+    return [place.read_value(row.row.value) for row in rows]
 
 
 def needs(condition: object, reason: str) -> None:

@@ -43,7 +43,7 @@ KINDS = 4  # of indexes, by their remainder: a part of the tree, the two halves 
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Piece:
     """What a reducer reads: one result, or the answer for several. All numbers are indexes of results."""
 
     text: str
@@ -67,7 +67,7 @@ class Part:
 
     level: int
     number: int
-    rows: tuple[Row, ...]
+    rows: tuple[Piece, ...]
     last: bool
     merges: bool
     whole: Part | None = None
@@ -96,25 +96,25 @@ class Part:
     def count(self) -> int:
         return sum(row.count for row in self.rows)
 
-    def covered(self, text: str, tokens: int) -> Row:
+    def covered(self, text: str, tokens: int) -> Piece:
         """Return the row of its answer."""
         return self._row(text, tokens, _joined(row.covers for row in self.rows), _joined(row.lost for row in self.rows))
 
-    def lost(self, text: str, tokens: int) -> Row:
+    def lost(self, text: str, tokens: int) -> Piece:
         """Return the row of its failure."""
         return self._row(text, tokens, (), tuple(sorted(_joined((*row.covers, *row.lost) for row in self.rows))))
 
-    def _row(self, text: str, tokens: int, covers: tuple[int, ...], lost: tuple[int, ...]) -> Row:
+    def _row(self, text: str, tokens: int, covers: tuple[int, ...], lost: tuple[int, ...]) -> Piece:
         failed = _joined(row.failed for row in self.rows)
-        return Row(text, tokens, self.rows[0].first, self.rows[-1].last, covers, failed, lost)
+        return Piece(text, tokens, self.rows[0].first, self.rows[-1].last, covers, failed, lost)
 
 
 @dataclass(slots=True)
 class _Level:
-    waiting: dict[int, Row | None] = field(default_factory=dict)
+    waiting: dict[int, Piece | None] = field(default_factory=dict)
     next: int = 0
     total: int | None = None
-    group: list[Row] = field(default_factory=list)
+    group: list[Piece] = field(default_factory=list)
     tokens: int = 0
     closed: int = 0  # groups
 
@@ -127,9 +127,9 @@ class Tree:
         self._fan_in = shape if isinstance(shape, int) else None
         self._room = room if shape == "auto" else None
         self._levels = [_Level()]
-        self._halves: dict[Part, dict[int, Row]] = {}
+        self._halves: dict[Part, dict[int, Piece]] = {}
 
-    def add(self, index: int, row: Row | None) -> list[Part]:
+    def add(self, index: int, row: Piece | None) -> list[Part]:
         """Add a result, or None for one that is left out."""
         self._levels[0].waiting[index] = row
         return list(self._go_on(0))
@@ -139,7 +139,7 @@ class Tree:
         self._levels[0].total = total
         return list(self._go_on(0))
 
-    def reduced(self, part: Part, row: Row) -> list[Part]:
+    def reduced(self, part: Part, row: Piece) -> list[Part]:
         """Set the answer to a part, or its replacement."""
         if part.whole is not None:
             return self._join(part.whole, part.half, row)
@@ -157,7 +157,7 @@ class Tree:
                 parts.append(Part(part.level, part.number, rows, False, part.merges, part, half))
         return parts
 
-    def _join(self, whole: Part, half: int, row: Row) -> list[Part]:
+    def _join(self, whole: Part, half: int, row: Piece) -> list[Part]:
         halves = self._halves.setdefault(whole, {})
         halves[half] = row
         if len(halves) < 2:
@@ -185,7 +185,7 @@ class Tree:
         if here.next == here.total and here.group:
             yield from self._finish(level)
 
-    def _fits(self, level: int, row: Row) -> bool:
+    def _fits(self, level: int, row: Piece) -> bool:
         here = self._levels[level]
         if self._fan_in is not None:
             return len(here.group) < self._fan_in
@@ -356,9 +356,9 @@ class ReduceNode:
             self._fail(error_of(error))
 
     def _fail(self, error: AgentError, why: str = "") -> None:
-        self._finish(Failure(0, "", None, False, None, error), Row("", 0, 0, 0), 0, why)
+        self._finish(Failure(0, "", None, False, None, error), Piece("", 0, 0, 0), 0, why)
 
-    def _finish(self, result: AgentResult[Any], row: Row, level: int, why: str = "") -> None:
+    def _finish(self, result: AgentResult[Any], row: Piece, level: int, why: str = "") -> None:
         known = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
         about = {"covers": row.covers, "failed": row.failed, "lost": row.lost}
         known |= {"index": 0, **about, "requests": self._requests, "levels": level + 1}
@@ -394,17 +394,17 @@ def wording(prompt: str, part: Part) -> str:
     return "\n\n".join([*words, "\n".join(row.text for row in part.rows)])
 
 
-def leaf(item: Item) -> Row:
+def leaf(item: Item) -> Piece:
     """Return a result as the reducer reads it."""
     index = item.index
     if item.error is None:
         try:
-            return Row(*_line(_told_row("ok", item), output=item.value), index, index, covers=(index,))
+            return Piece(*_line(_told_row("ok", item), output=item.value), index, index, covers=(index,))
         except Exception as error:  # the user's own classes may raise anything  # noqa: BLE001
             item = dataclasses.replace(item, error=_unwritable(error))
     assert item.error is not None
     line = _line(_told_row("error", item), error=_told(item.error))
-    return Row(*line, index, index, failed=(index,))
+    return Piece(*line, index, index, failed=(index,))
 
 
 def _told_row(status: str, item: Item) -> dict[str, object]:

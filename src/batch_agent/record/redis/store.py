@@ -35,13 +35,12 @@ from batch_agent.record.store import (
     Identity,
     Increment,
     KeptStep,
-    LeasedRow,
-    NewRow,
+    Lease,
     Outlay,
     Phase,
     Resuming,
+    Row,
     RowChange,
-    RowLease,
     RunStanding,
     SharedCall,
     SharedResult,
@@ -284,11 +283,11 @@ class RedisRunStore:
     def write_facts(self, session: int, facts: JsonObject) -> None:
         self._fenced(scripts.WRITE, session, "facts", to_json(facts))
 
-    def feed(self, session: int, rows: Sequence[NewRow]) -> list[object]:
+    def feed(self, session: int, rows: Sequence[Row]) -> list[object]:
         resuming = self._resuming
         return [each for retry, some in groupby(rows, resuming.retry_of) for each in self._feed(session, retry, some)]
 
-    def _feed(self, session: int, retry: bool | tuple[str, ...], rows: Iterable[NewRow]) -> list[object]:
+    def _feed(self, session: int, retry: bool | tuple[str, ...], rows: Iterable[Row]) -> list[object]:
         again = ("*" if retry else "") if isinstance(retry, bool) else f"|{'|'.join(retry)}|"
         how = int(self._resuming.force), int(self._resuming.cut), int(self._resuming.decides)
         arguments: list[object] = [session, next(self._calls), again, self._steps, *how]
@@ -305,7 +304,7 @@ class RedisRunStore:
         found = []
         for place, fields in entries(read):
             own = int(fields[b"sitting"]) == session
-            found.append(SharedResult(place, fields[b"row"].decode(), int(fields[b"index"]), fields[b"result"], own))
+            found.append(SharedResult(place, int(fields[b"index"]), fields[b"result"], own))
         return found
 
     def set_phase(self, session: int, phase: Phase) -> None:
@@ -353,11 +352,11 @@ class RedisRunStore:
     def agent_numbers(self, worker: int) -> Iterator[int]:
         return count(worker << NUMBERS | 1)
 
-    def claim(self, lease: RowLease, wanted: Sequence[Identity]) -> list[tuple[KeptStep, ...]]:
+    def claim(self, lease: Lease, wanted: Sequence[Identity]) -> list[tuple[KeptStep, ...]]:
         """Return nothing: a leased row has the steps of all its agents."""
         return [()] * len(wanted)
 
-    def take(self, worker: int, most: int, wait: float) -> list[LeasedRow]:
+    def take(self, worker: int, most: int, wait: float) -> list[Lease]:
         with self._present():
             found = self._given(scripts.TAKE, worker, most, self._steps, int(self._may_look()), self._age)
             if found or wait <= 0:
@@ -370,7 +369,7 @@ class RedisRunStore:
             places = [place for place, _ in entries(read)]
             return self._given(scripts.GIVE, self._steps, *places) if places else []
 
-    def _given(self, script: str, *arguments: object) -> list[LeasedRow]:
+    def _given(self, script: str, *arguments: object) -> list[Lease]:
         """Return the rows that a script has given to this worker."""
         taken, dropped = self._script(script, *arguments)
         if dropped:
@@ -382,7 +381,7 @@ class RedisRunStore:
         """Return how many entries of the queue were dropped, because no feeder has put them there."""
         return int(self._command("HGET", self.key("run"), "forged") or 0)
 
-    def renew(self, worker: int, leases: Sequence[RowLease]) -> tuple[set[str], RunStanding]:
+    def renew(self, worker: int, leases: Sequence[Lease]) -> tuple[set[str], RunStanding]:
         with self._present():
             lost, standing = self._script(scripts.RENEW, worker, *_places(leases))
             self._command("EXPIRE", self.key(f"worker:{worker}"), KEPT_WORKER)
@@ -395,11 +394,11 @@ class RedisRunStore:
         arguments += (more.tokens, more.cost, counts, more.events)
         for change in changes:
             lease, steps = change.lease, [_pack(step) for step in change.steps]
-            arguments += (lease.place, lease.token, lease.row, change.result or b"", change.error, len(steps), *steps)
+            arguments += (lease.place, lease.token, lease.name, change.result or b"", change.error, len(steps), *steps)
         with self._present():
             return {place.decode() for place in self._script(scripts.COMMIT, *arguments)}
 
-    def hand_back(self, worker: int, leases: Sequence[RowLease]) -> None:
+    def hand_back(self, worker: int, leases: Sequence[Lease]) -> None:
         with self._present():
             self._script(scripts.HAND_BACK, worker, *_places(leases))
 
@@ -623,13 +622,13 @@ def _standing(answer: Sequence[Any]) -> RunStanding:
 
 def _leased(
     place: bytes, token: int, row: bytes, index: bytes, value: bytes, steps: Sequence[bytes], past: bytes
-) -> LeasedRow:
-    lease = RowLease(row.decode(), place.decode(), int(token), int(index))
+) -> Lease:
     checks, retry = past not in (b"forced", b"ended"), past != b"ended"
-    return LeasedRow(lease, value, tuple(map(unpack_step, steps)), checks=checks, retry=retry)
+    known = tuple(map(unpack_step, steps))
+    return Lease(Row(int(index), b"", b"", value), place.decode(), int(token), known, retry, checks, name=row.decode())
 
 
-def _places(leases: Sequence[RowLease]) -> list[object]:
+def _places(leases: Sequence[Lease]) -> list[object]:
     return [part for lease in leases for part in (lease.place, lease.token)]
 
 
