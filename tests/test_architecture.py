@@ -110,6 +110,7 @@ SAME_NAME = {
     "ToolUse": "the vocabulary of testing, for users",
 }
 MOST_LINES, MOST_LINES_OF_A_FUNCTION = 800, 70
+MOST_PACKED = 23  # assignments of three or more values with a call among them, each of which is a statement of its own
 
 
 @cache
@@ -216,6 +217,18 @@ def test_a_file_and_a_function_are_short() -> None:
         if (node.end_lineno or 0) - node.lineno >= MOST_LINES_OF_A_FUNCTION
     ]
     none_of(long)
+
+
+def test_an_assignment_of_several_values_hides_no_calls() -> None:
+    packed = [
+        f"{file}:{node.lineno}"
+        for file, nodes in sources().items()
+        for node in nodes
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple) and len(node.value.elts) >= 3
+        if any(isinstance(part, ast.Call) for part in ast.walk(node.value))
+        if any(isinstance(target, ast.Tuple) for target in node.targets)
+    ]
+    assert len(packed) <= MOST_PACKED, "\n" + "\n".join(packed)
 
 
 def test_no_module_changes_a_global() -> None:

@@ -82,7 +82,9 @@ def _of_a_promise(options: Mapping[str, object]) -> Iterator[str]:
 
 
 def _of_workers(options: Mapping[str, object]) -> Iterator[str]:
-    task, worker, runtime = options["task"], options["worker"], options["runtime"]
+    task = options["task"]
+    worker = options["worker"]
+    runtime = options["runtime"]
     works = _works(runtime)  # else it is a backend
     if options["backend"] is not None and runtime is not None and not works:
         yield "backend and a runtime that is a backend mean the same: give one of them"
@@ -129,7 +131,9 @@ def _of_cascades(options: Mapping[str, object]) -> Iterator[str]:
 def _of_samples(options: Mapping[str, object]) -> Iterator[str]:
     if options["cascade"] is not None:  # each entry has its own, which are checked with it
         return
-    samples, top_p, body = options["samples"], options["top_p"], options["extra_body"]
+    samples = options["samples"]
+    top_p = options["top_p"]
+    body = options["extra_body"]
     given = [name for name in ("samples", "doubt") if options[name] not in (1, False)]
     for name in given:
         if options["worker"] is not None or _works(options["runtime"]):

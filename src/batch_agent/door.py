@@ -59,7 +59,11 @@ class RequestRefused(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.param, self.code, self.kind, self.headers = status, param, code, kind, headers
+        self.status = status
+        self.param = param
+        self.code = code
+        self.kind = kind
+        self.headers = headers
 
 
 Refuse = Callable[[web.BaseRequest, RequestRefused], web.Response]
@@ -90,7 +94,9 @@ class Door:
         self._handler, self._refuse = handler, refuse
         self._host, self.port = host, port
         self._key, self._keyless = key, keyless
-        self._patience, self._cancels, self._unpacks = patience, cancels, unpacks
+        self._patience = patience
+        self._cancels = cancels
+        self._unpacks = unpacks
         self._allowed = _allowed_names()
         self._runner: web.ServerRunner | None = None
         self._pending = 0  # requests that are not answered
@@ -120,7 +126,8 @@ class Door:
         except (OSError, OverflowError) as error:
             await runner.cleanup()
             raise SpecError(cannot_listen(self._host, self.port, error)) from None
-        self._runner, self.port = runner, runner.addresses[0][1]
+        self._runner = runner
+        self.port = runner.addresses[0][1]
         self.url = f"http://{f'[{self._host}]' if ':' in self._host else self._host or LOOPBACK}:{self.port}"
         return self
 
@@ -174,7 +181,8 @@ class Door:
         origin = request.headers.get("Origin")
         if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
             raise RequestRefused(403, "requests from web pages of another origin are refused")
-        site, mode = request.headers.get("Sec-Fetch-Site", ""), request.headers.get("Sec-Fetch-Mode", "")
+        site = request.headers.get("Sec-Fetch-Site", "")
+        mode = request.headers.get("Sec-Fetch-Mode", "")
         if site in ("cross-site", "same-site") and mode != "navigate":
             raise RequestRefused(403, "requests from web pages of another origin are refused")
         if self._key and request.path not in self._keyless and not same_secret(given_key(request), self._key):

@@ -300,7 +300,9 @@ def error_of(kind: str, message: str, stage: str, retryable: bool) -> JobError:
     """Return a recorded error, of the class with this type and stage, else a JobError with them."""
     classes = (known for known in _family(JobError) if known.__module__ == __name__)
     error = next((known for known in classes if (known.type, known.stage) == (kind, stage)), JobError)(message)
-    error.type, error.stage, error.retryable = kind, cast("Stage", stage), retryable
+    error.type = kind
+    error.stage = cast("Stage", stage)
+    error.retryable = retryable
     return error
 
 

@@ -205,7 +205,8 @@ class Message:
         calls = message.get("tool_calls") or ()
         if not isinstance(calls, list | tuple):
             raise ValueError("the tool_calls of a message are a list")
-        call_id, name = message.get("tool_call_id") or "", message.get("name") or ""
+        call_id = message.get("tool_call_id") or ""
+        name = message.get("name") or ""
         return cls(
             cast(Role, role), _content_of(content), tuple(map(_call_of, calls)), str(call_id), tool_name=str(name)
         )

@@ -176,7 +176,8 @@ class Results(list[AgentResult[T]]):
         return calibration(pairs)
 
     def _scored(self, given: Mapping[str, object], *, open_sealed: bool, wrong: bool) -> tuple[Scoring, Score]:
-        known, schema = self._gold or RunGold(), OutputSchema.of(self._output_schema)
+        known = self._gold or RunGold()
+        schema = OutputSchema.of(self._output_schema)
         rows = ((result.index, result.job_id, row_fields(result.input)) for result in self)
         typed = schema is not None or all(isinstance(output, str) for output in self.outputs)
         answers = (plain_output(result.output, schema) for result in self if result.ok)
@@ -191,7 +192,8 @@ class Results(list[AgentResult[T]]):
 
     def side(self, name: str) -> Side:
         """Return these results as one side of a comparison (``batch_agent.compare``)."""
-        known, schema = self._gold or RunGold(), OutputSchema.of(self._output_schema)
+        known = self._gold or RunGold()
+        schema = OutputSchema.of(self._output_schema)
         typed = schema is not None or all(isinstance(output, str) for output in self.outputs)
         known = replace(known, asked=known.asked or digest_of([*map(output_line, self._lines())]))
         records = [record for line in self._lines() if (record := record_of(line)) is not None]

@@ -99,7 +99,9 @@ def read_order(params: Mapping[str, object] | None) -> Order | None:
     order = params.get(ORDER) if isinstance(params, Mapping) else None
     if not isinstance(order, Mapping):
         return None
-    pin, seconds, release = order.get("pin", ""), order.get("seconds", 0.0), order.get("release", ())
+    pin = order.get("pin", "")
+    seconds = order.get("seconds", 0.0)
+    release = order.get("release", ())
     if not _is_key(pin) or isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
         return None
     if not isinstance(release, list | tuple) or len(release) > MOST_KEYS or not all(map(_is_key, release)):
@@ -129,7 +131,8 @@ class Pins:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool, self._clock = pool, clock
-        self._most_blocks, self._longest = int(share * pool.num_gpu_blocks), longest
+        self._most_blocks = int(share * pool.num_gpu_blocks)
+        self._longest = longest
         self._pins: dict[str, Pin] = {}
         self._held: Counter[int] = Counter()  # pins of each block
 

@@ -44,7 +44,9 @@ from batch_agent.messages import JsonObject, Reply
 T = TypeVar("T")
 
 GATHER_SECONDS = 1.0  # the wave is sent when no request has joined for this long
-FIRST_LOOK, LONGEST_LOOK, LOOK_GROWTH = 1.0, 60.0, 1.5  # seconds between two polls of a job
+FIRST_LOOK = 1.0  # seconds between the first two polls of a job
+LONGEST_LOOK = 60.0
+LOOK_GROWTH = 1.5  # factor from one pause to the next
 PATIENCE_SECONDS = 900.0  # of an unreachable provider, before the waiting rows fail
 MOST_KNOCKS = 4  # at a provider that was never reached: its address may be wrong, so fail soon
 GOODBYE_SECONDS = 5.0  # to cancel jobs that no run will resume
@@ -192,7 +194,8 @@ class JobBackend(Backend):
         # Requests that may have been sent, without a waiting caller.
         self._known: dict[str, list[tuple[Wave, str]]] = {}
         self._elsewhere: dict[tuple[str, str], list[tuple[Wave, str]]] = {}  # the same of other workers, and by row
-        self._reading, self._readings = asyncio.Lock(), 0  # of the ledger
+        self._reading = asyncio.Lock()  # held while the ledger is read
+        self._readings = 0  # of the ledger
         self._promised: Counter[str] = Counter()  # requests reported as already paid
         self._well = True  # every run that used this backend has ended without an error
         self._ledger: JobLedger | None = None
@@ -221,7 +224,8 @@ class JobBackend(Backend):
 
     def keep(self, record: JobLines, *, outlasts: bool) -> None:
         if not self._entered:  # else an outer run has set it
-            self._ledger, self._outlasts = JobLedger(record), outlasts
+            self._ledger = JobLedger(record)
+            self._outlasts = outlasts
 
     async def __aenter__(self) -> Self:
         await self._wire.__aenter__()
@@ -417,7 +421,9 @@ class JobBackend(Backend):
 
     async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Retry temporary errors here: a row that returned to the engine would start a job of its own."""
-        began, pause, knocks = _now(), self._look, 0
+        began = _now()
+        pause = self._look
+        knocks = 0
         while True:
             try:
                 answer = await ask()
@@ -457,7 +463,9 @@ class JobBackend(Backend):
                     self._elsewhere.setdefault((_digest_in(own), row), []).append((wave, own))
 
     async def _leave(self, *, well: bool) -> None:
-        left, self._waves, self._gathering = self._waves, [], None
+        left = self._waves
+        self._waves = []
+        self._gathering = None
         self._known.clear()
         self._elsewhere.clear()
         if self._ledger is not None and well:  # every delivered answer is recorded
@@ -561,7 +569,8 @@ class JobLedger:
             wave.requests = tuple(note.get("requests", wave.requests))
             rows = dict(zip(wave.requests, note["rows"], strict=False)) if "rows" in note else wave.rows
             wave.rows = {own: rows[own] for own in wave.requests if own in rows}
-            wave.job, wave.since = note.get("job", wave.job), note.get("at", wave.since)
+            wave.job = note.get("job", wave.job)
+            wave.since = note.get("at", wave.since)
             if note.get("over"):
                 over.add(wave.name)
         return [wave for wave in waves.values() if wave.name not in over]

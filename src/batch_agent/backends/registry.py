@@ -104,7 +104,9 @@ def _provider_of(model: str | None) -> tuple[str, str | None]:
 
 def _read_mapping(mapping: Mapping[object, object], api_key: str | None) -> tuple[str, str | None, Mapping[str, str]]:
     check_known(map(str, mapping), ("url", "api_key", "headers"), "backend has no key")
-    url, key, headers = mapping.get("url"), mapping.get("api_key"), mapping.get("headers") or {}
+    url = mapping.get("url")
+    key = mapping.get("api_key")
+    headers = mapping.get("headers") or {}
     if not isinstance(url, str):
         raise SpecError(f"backend is a mapping without a url: give one of {FORMS}")
     if not isinstance(key, str | None):

@@ -40,7 +40,9 @@ class PilotStop:
     """``outlook`` is what the pilot said of all rows, once it is done."""
 
     def __init__(self, options: argparse.Namespace, run: Run[object] | Flow, pilot: Pilot) -> None:
-        self._options, self._run, self._pilot = options, run, pilot
+        self._options = options
+        self._run = run
+        self._pilot = pilot
         self.outlook: Outlook | None = None
 
     async def wait(self) -> None:

@@ -143,7 +143,8 @@ class Plan:
             template = self._template_of(value)
         value, fields, images = self._seen(value)
         check_same(self.hoisted, fields)
-        prompt, own = with_pictures(template.render(fields), images), own_id(fields, self.spec.id_column)
+        prompt = with_pictures(template.render(fields), images)
+        own = own_id(fields, self.spec.id_column)
         if name is None or (own is not None and self.spec.id_column is not None and not name.startswith(f"{own}~")):
             name = own
         job = Job(index, str(index) if name is None else name, value, prompt, own, images=images)
@@ -302,7 +303,9 @@ def compile_plan(
     )
 
     template: TaskTemplate | None = None
-    unhoisted, head, warning = None, "", None
+    unhoisted = None
+    head = ""
+    warning = None
     moved: dict[str, Constant] = {}
     if isinstance(inputs, list | tuple) and (
         readable := [value for value in inputs if not isinstance(value, UnreadableRow)]

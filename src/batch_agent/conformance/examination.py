@@ -32,8 +32,13 @@ class Check:
     essential: bool = False  # without it the other questions cannot be answered
 
 
-SERVER, WHOLE, STREAM, TOOLS = "the server", "answers", "streams", "tools"
-SCHEMAS, AGENTS, ROUTES = "structured output", "many agents", "other routes"
+SERVER = "the server"
+WHOLE = "answers"
+STREAM = "streams"
+TOOLS = "tools"
+SCHEMAS = "structured output"
+AGENTS = "many agents"
+ROUTES = "other routes"
 CHECKS: Sequence[Check] = (
     Check("health", SERVER, "has a page that shows whether it is up", answers.health),
     Check("models", SERVER, "lists its models", answers.models),

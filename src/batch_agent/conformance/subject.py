@@ -126,7 +126,8 @@ class Subject:
         self.engine, self.version = "", ""
         self.context: int | None = None
         self.question = ""  # id of the current one, for the wording
-        self.requests, self.usage = 0, Usage()
+        self.requests = 0
+        self.usage = Usage()
         self._wording = wording or (lambda question, text: text)
         self._sharing: Sharing | None = None
 
@@ -222,7 +223,10 @@ class Subject:
         if streamed:
             body.update(stream=True, stream_options={"include_usage": True})
         got: dict[str, str] = {}
-        parser, events, times, done = SSEParser(), list[JsonObject](), list[float](), False
+        parser = SSEParser()
+        events = list[JsonObject]()
+        times = list[float]()
+        done = False
 
         def take(found: list[tuple[str, bytes]]) -> None:
             nonlocal done

@@ -71,7 +71,8 @@ async def _forced(s: Subject, *, choice: str) -> Finding:
     return works(f"finish_reason {heard.finish_reason}")
 
 
-tool_required, tool_named = partial(_forced, choice="required"), partial(_forced, choice="clock")
+tool_required = partial(_forced, choice="required")
+tool_named = partial(_forced, choice="clock")
 
 
 async def tool_none(s: Subject) -> Finding:
@@ -190,7 +191,8 @@ async def schema(s: Subject, *, streamed: bool = False, bounds: bool = False) ->
     return emulated(f"answers are validated and repaired, because the server answered {heard.text[:40]!r}")
 
 
-schema_streamed, schema_bounds = partial(schema, streamed=True), partial(schema, bounds=True)
+schema_streamed = partial(schema, streamed=True)
+schema_bounds = partial(schema, bounds=True)
 
 
 async def schema_with_tools(s: Subject) -> Finding:

@@ -50,7 +50,9 @@ _CHARSET = re.compile(rb"""<(?:meta|\?xml)[^>]*?(?:charset|encoding)\s*=\s*["']?
 
 def main() -> None:
     """Read the document. Arguments: ``text`` or ``images``, the format, the first page."""
-    what, kind, first = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    what = sys.argv[1]
+    kind = sys.argv[2]
+    first = int(sys.argv[3])
     _limit_memory()
     try:
         _read(what, kind, first)

@@ -48,7 +48,9 @@ def examples_of(given: object, task: str, language: str, schema: OutputSchema[ob
     """Return the examples, given as a file or as pairs of row and answer. Raises SpecError for an example that lacks a
     field of the task, or whose answer the schema does not allow."""
     read = _of_file(Path(given), task, language, schema) if isinstance(given, str | Path) else _of_pairs(given)
-    pairs, texts, used = [], [], set[str]()
+    pairs = []
+    texts = []
+    used = set[str]()
     for number, (row, answer) in enumerate(read, 1):
         template = _template(task, language, row, number)
         pairs.append((row, _checked(answer, schema, number)))

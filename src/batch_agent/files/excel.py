@@ -24,7 +24,9 @@ logger = logging.getLogger("batch_agent")
 EXCEL = ".xlsx"
 OTHER_SHEETS = (".xls", ".xlsm", ".xlsb", ".ods")  # spreadsheets that are neither read nor written
 COMPRESSION = 8  # rows may take this much more memory than their file
-MOST_ROWS, MOST_COLUMNS, MOST_CHARACTERS = 1_048_576, 16_384, 32_767  # of a sheet, with its header; of a cell
+MOST_ROWS = 1_048_576  # of a sheet, with its header
+MOST_COLUMNS = 16_384  # of a sheet
+MOST_CHARACTERS = 32_767  # of a cell
 EXACT = 2**53  # Excel's numbers are floats
 UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")  # characters that XML cannot hold
 

@@ -253,7 +253,8 @@ class _Joiner:
     gold: Gold
 
     def __init__(self, id_column: str | None, *, by_name: bool) -> None:
-        self._id_column, self.table = id_column, GoldTable(by_name=by_name)
+        self._id_column = id_column
+        self.table = GoldTable(by_name=by_name)
         self.columns: Mapping[str, str] = {}  # of the options ``by`` and ``groups``
         self._problems: list[tuple[str, str]] = []
         self._names: set[str] = set()
@@ -364,8 +365,11 @@ class _Joiner:
 class _ColumnJoiner(_Joiner):
     def __init__(self, gold: Gold, id_column: str | None, *, by_name: bool, task: Mapping[str, object]) -> None:
         super().__init__(id_column, by_name=by_name)
-        self.gold, self._columns, self._options = gold, frozenset(gold.columns.values()), task
-        self._first, self._one = True, next(iter(self._columns))
+        self.gold = gold
+        self._columns = frozenset(gold.columns.values())
+        self._options = task
+        self._first = True
+        self._one = next(iter(self._columns))
         self._has_all = False  # each of the columns was seen in a row
 
     @property
@@ -477,7 +481,8 @@ def read_gold_file(
     rows: Iterable[object]
     try:
         if isinstance(path, GoldRows):
-            id_column, rows = ID, [{ID: name, **values} for name, values in path.values.items()]
+            id_column = ID
+            rows = [{ID: name, **values} for name, values in path.values.items()]
         else:
             rows = read_inputs(path)
     except SpecError as error:

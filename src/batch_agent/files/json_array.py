@@ -110,7 +110,8 @@ class _Text:
             except ValueError as error:  # a number of thousands of digits
                 raise self.error(str(error)) from None
             self._read(wanted)
-        text, self._at = self._buffer[self._at : end], end
+        text = self._buffer[self._at : end]
+        self._at = end
         return value, is_utf8(text)
 
     def error(self, reason: str) -> SpecError:
@@ -127,4 +128,5 @@ class _Text:
             parts.append(self._decode(chunk or b"", final=chunk is None))
             ahead += len(parts[-1])
             self._ended = chunk is None
-        self._buffer, self._at = "".join(parts), 0
+        self._buffer = "".join(parts)
+        self._at = 0

@@ -22,7 +22,9 @@ KINDS = (
     (re.compile(rb"RIFF....WEBP", re.DOTALL), "image/webp"),
 )
 # Models scale large images down and split them into tiles: about one token per 750 pixels, up to a limit.
-PIXELS_PER_TOKEN, LEAST_TOKENS, MOST_TOKENS = 750, 85, 1600
+PIXELS_PER_TOKEN = 750
+LEAST_TOKENS = 85
+MOST_TOKENS = 1600
 
 
 def read_image(image: Image, root: Path | None = None, *, confined: bool = False) -> Image:

@@ -60,7 +60,9 @@ def is_pattern(text: str) -> bool:
 
 def open_files(files: Callable[[], Iterator[Path]], nothing: str) -> Reading:
     """Return each file as a row. Raises SpecError with the message ``nothing`` if there is none."""
-    total, formats, base = 0, set[str | None](), Path.cwd()  # a tool may change the working directory meanwhile
+    total = 0
+    formats = set[str | None]()
+    base = Path.cwd()  # a tool may change the working directory meanwhile
     for path in files():
         total += 1
         formats.add(format_of_document(path))
@@ -303,7 +305,9 @@ class LazyRows(Iterator[Row]):
         self, reading: Reading, limit: int | None = None, *, again: Callable[[], Reading] | None = None
     ) -> None:
         """``again`` opens the file once more."""
-        self._reading, self._limit, self._again = reading, limit, again
+        self._reading = reading
+        self._limit = limit
+        self._again = again
         self._change: Callable[[Row], Row] | None = None
         self._taken = 0
         self._expected: int | None = 0  # total, when reading has ended
@@ -337,7 +341,8 @@ class LazyRows(Iterator[Row]):
 
     def change(self, change: Callable[[Row], Row]) -> None:
         """Give each row as ``change`` returns it."""
-        self._change, self.first = change, [*map(change, self.first)]
+        self._change = change
+        self.first = [*map(change, self.first)]
 
     def close(self) -> None:
         if self._expected is None:

@@ -114,7 +114,8 @@ class Fields:
             if column.name in self._more:
                 kinds = self._kinds.get(column.path)
                 results.append(column if kinds is None else Column(column.name, column.path, _type(kinds)))
-        taken, inputs = {column.name for column in results}, []
+        taken = {column.name for column in results}
+        inputs = []
         for path, kinds in self._kinds.items():
             if path[0] == "input":
                 name = path[-1]
@@ -161,7 +162,9 @@ def as_text(value: object) -> str:
     return to_json(value).decode()
 
 
-CSV, TSV, PARQUET = ".csv", ".tsv", ".parquet"
+CSV = ".csv"
+TSV = ".tsv"
+PARQUET = ".parquet"
 DELIMITERS = {CSV: ",", TSV: "\t"}
 ROW_GROUP_ROWS = 5000
 INDEX = b'{"index":'  # start of a result line
@@ -195,7 +198,8 @@ class InOrderOfInput:
     def _places(self, files: Sequence[IO[bytes]]) -> array[int]:
         """Return the position of the line of each index: the offset times the number of files, plus the file's number;
         -1 if there is none."""
-        places, self.torn = array("q"), 0
+        places = array("q")
+        self.torn = 0
         for which, file in enumerate(files):
             offset = 0
             for line in file:

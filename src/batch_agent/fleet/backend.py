@@ -116,11 +116,16 @@ class Fleet(Backend):
         sends: bool = True,
         name: str | None = None,
     ) -> None:
-        self._api_key, self._headers, self._environ, self._sends = api_key, dict(headers or {}), environ, sends
-        self._inside, self._outside = Transport(proxies=False), Transport()
+        self._api_key = api_key
+        self._headers = dict(headers or {})
+        self._environ = environ
+        self._sends = sends
+        self._inside = Transport(proxies=False)
+        self._outside = Transport()
         self._servers: dict[str, FleetServer] = {}
         self._listeners: dict[Listener, None] = {}
-        self._loop, self._users = OneLoop("fleet", self._forget_loop), 0
+        self._loop = OneLoop("fleet", self._forget_loop)
+        self._users = 0
         self.hostfile: Hostfile | None = None  # that it follows
         self._watching: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()  # closing servers that have left
@@ -242,7 +247,9 @@ class Fleet(Backend):
         if isinstance(given, list | tuple | None):  # valid as backend=, but not as a member of a fleet
             what = type(given).__name__
             raise SpecError(f"a {what} cannot be an endpoint of a fleet: give the URL of a server")
-        key, transport, address = None, self._outside, ""
+        key = None
+        transport = self._outside
+        address = ""
         condition: dict[str, object] = {}
         if isinstance(given, Mapping):
             address = str(given.get("url"))
@@ -420,7 +427,8 @@ class Fleet(Backend):
         with suppress(TimeoutError):
             async with asyncio.timeout(ASK_SECONDS):
                 for name, answer in (await self.survey(standbys)).items():
-                    standby, why = self.standbys[name], str(answer) if isinstance(answer, BackendError) else ""
+                    standby = self.standbys[name]
+                    why = str(answer) if isinstance(answer, BackendError) else ""
                     if isinstance(answer, list) and answer and standby.model not in answer:
                         why = f"it lists {', '.join(answer[:MOST_NAMED])}{', …' if len(answer) > MOST_NAMED else ''}"
                     if why:
@@ -613,4 +621,6 @@ class FleetServer:
 
     def forget_loop(self) -> None:
         """Drop the state of a closed event loop."""
-        self.entered, self.inflight, self._entering = False, 0, asyncio.Lock()
+        self.entered = False
+        self.inflight = 0
+        self._entering = asyncio.Lock()

@@ -108,7 +108,9 @@ class Wanted:
 
 class Driver:
     def __init__(self, backend: Backend, endpoint: AgentEndpoint, model: str, wanted: Wanted) -> None:
-        self._backend, self._endpoint, self._words = backend, endpoint, wanted.tokens_in
+        self._backend = backend
+        self._endpoint = endpoint
+        self._words = wanted.tokens_in
         self._seed = os.urandom(8).hex()  # prompts differ from those of an earlier bench, which may be cached
         self._tokens_in = wanted.tokens_in
         self._numbers = count()

@@ -57,7 +57,9 @@ class Traits:
     @classmethod
     def read(cls, tags: Mapping[str, object]) -> Traits:
         """Read ``model``, ``context`` and ``weight`` of the tags. Raises ValueError for an invalid value."""
-        model, context, weight = tags.get("model") or None, tags.get("context"), tags.get("weight")
+        model = tags.get("model") or None
+        context = tags.get("context")
+        weight = tags.get("weight")
         if context is not None and (not str(context).isdecimal() or int(str(context)) < 1):
             raise ValueError(f"context must be a whole number of tokens above 0, not {context!r}")
         try:
@@ -234,7 +236,8 @@ class Hostfile:
     """A hostfile, and the tags that its endpoints must have: one of the given values for each key of ``select``."""
 
     def __init__(self, path: str | Path, select: Select | None = None) -> None:
-        self.path, self.select = Path(path), select or {}
+        self.path = Path(path)
+        self.select = select or {}
         self._text: str | None = None  # the latest text that was read
 
     @property

@@ -167,7 +167,8 @@ class Told:
 def read_told(text: str) -> Told | None:
     """Return what the text of ``/metrics`` reports; None if it is not from an engine."""
     metrics = Exposition(text, NAMES)
-    running, waiting = metrics.count(*RUNNING), metrics.count(*WAITING) or 0
+    running = metrics.count(*RUNNING)
+    waiting = metrics.count(*WAITING) or 0
     if running is None:
         inflight = metrics.count(dynamo.INFLIGHT)
         if inflight is None:

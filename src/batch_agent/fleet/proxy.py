@@ -299,7 +299,9 @@ class Proxy:
     def __init__(
         self, upstreams: Upstreams, transport: Transport, patience: float, key: str = "", endpoint_key: str = ""
     ) -> None:
-        self._upstreams, self._transport, self._patience = upstreams, transport, patience
+        self._upstreams = upstreams
+        self._transport = transport
+        self._patience = patience
         self._key, self._endpoint_key = key, endpoint_key
         self._dispatcher = upstreams.dispatcher
         self._homes = Homes(self._dispatcher.scheduler.router)
@@ -408,8 +410,13 @@ class Forward(Question):
         key: str,
         ticket: Ticket,
     ) -> None:
-        self._upstreams, self._transport, self._homes = upstreams, transport, homes
-        self._request, self._body, self._key, self._ticket = request, body, key, ticket
+        self._upstreams = upstreams
+        self._transport = transport
+        self._homes = homes
+        self._request = request
+        self._body = body
+        self._key = key
+        self._ticket = ticket
         self._headers = passing(request.headers, {"content-length"})
         self._endpoint: Endpoint | None = None  # where it was last sent
         self._refused = 0
@@ -547,9 +554,14 @@ class Homes:
         best = router.best(model)
         if not key:
             return best
-        last, few, busier = self._last.get(key), FEW, BUSIER
+        last = self._last.get(key)
+        few = FEW
+        busier = BUSIER
         if last is None or not router.works(last) or not router.serves(last, model):
-            last, few, busier = router.home(key, model), 0, 1.0  # a new conversation
+            # A new conversation.
+            last = router.home(key, model)
+            few = 0
+            busier = 1.0
         if last is None or best is None:
             return last
         return last if _busy(last) <= max(few, busier * _busy(best)) else best

@@ -144,7 +144,8 @@ def _message(message: JsonObject, lost: list[str]) -> Message:
 
 def _call(call: JsonObject) -> ToolCall:
     function = mapping_of(call.get("function"), "function")
-    name, arguments = string(function.get("name"), "name"), string(function.get("arguments"), "arguments")
+    name = string(function.get("name"), "name")
+    arguments = string(function.get("arguments"), "arguments")
     return ToolCall(string(call.get("id"), "id"), name, arguments)
 
 

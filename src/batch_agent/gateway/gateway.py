@@ -47,7 +47,9 @@ class Waiting:
     sent although there is no answer yet."""
 
     def __init__(self, request: web.BaseRequest, *, streamed: bool, keeps_alive: bool = True) -> None:
-        self._request, self._streamed, self._keeps_alive = request, streamed, keeps_alive
+        self._request = request
+        self._streamed = streamed
+        self._keeps_alive = keeps_alive
         self._queue: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
@@ -221,7 +223,8 @@ class Gateway:
             asked.messages = [_as_answered(message, guest.answers) for message in asked.messages]
         failure: RequestRefused | None = None
         reply: Reply | None = None
-        envelope, live = Envelope(secrets.token_hex(12), int(time.time()), asked.shape.model), None
+        envelope = Envelope(secrets.token_hex(12), int(time.time()), asked.shape.model)
+        live = None
         own = dialect.wire in guest.row.wires
         async with Waiting(request, streamed=asked.stream) as waiting:
             if may_stream(asked, own=own):

@@ -38,7 +38,10 @@ class LiveAnswer:
     def __init__(
         self, asked: ClientRequest, envelope: Envelope, put: Callable[[bytes], None], *, own: bool = False
     ) -> None:
-        self._asked, self._envelope, self._put, self._own = asked, envelope, put, own
+        self._asked = asked
+        self._envelope = envelope
+        self._put = put
+        self._own = own
         self._question: ModelRequest | None = None
         self._tries = self._first_try = 0
         self._read = 0  # pieces of the present attempt that were read
@@ -48,7 +51,10 @@ class LiveAnswer:
 
     def follow(self, question: ModelRequest) -> None:
         """Write the text of the answer to this request as it arrives."""
-        self._question, self._tries, self._first_try, self._read = question, question.tries, question.tries, 0
+        self._question = question
+        self._tries = question.tries
+        self._first_try = question.tries
+        self._read = 0
         loop, before = asyncio.get_running_loop(), question.on_begin
 
         def heard(_: bytes = b"") -> None:  # called before the bytes are read
@@ -72,7 +78,8 @@ class LiveAnswer:
             text, written = "".join(said), "".join(self._written)
             new = text[len(written) :] if text.startswith(written) else ""
         if new:
-            self._tries, self._read = question.tries, len(said)
+            self._tries = question.tries
+            self._read = len(said)
             self._say(new)
 
     def _say(self, text: str) -> None:

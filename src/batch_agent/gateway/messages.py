@@ -171,7 +171,8 @@ def _parts(block: JsonObject, lost: list[str]) -> list[Part]:
         case "image":
             source = mapping_of(block.get("source"), "source")
             if source.get("type") == "base64":
-                kind, data = string(source.get("media_type"), "media_type"), string(source.get("data"), "data")
+                kind = string(source.get("media_type"), "media_type")
+                data = string(source.get("data"), "data")
                 return [Image(f"data:{kind};base64,{data}")]
             if source.get("type") == "url":
                 return [Image(string(source.get("url"), "url"))]

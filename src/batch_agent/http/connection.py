@@ -380,7 +380,9 @@ class Connection(asyncio.Protocol):
     ) -> asyncio.Future[None]:
         """Send a request. The future is done when ``response`` is complete, or when the stream needs no more of it. A
         body of more than WRITE_BYTES is sent by ``upload``. ``beat`` decides when a stream is read."""
-        self._response, self._on_head, self._beat = response, on_head, beat
+        self._response = response
+        self._on_head = on_head
+        self._beat = beat
         self._done = done = self._loop.create_future()
         self._uploading = len(body) > WRITE_BYTES
         self.transport.write(head if self._uploading else head + body)

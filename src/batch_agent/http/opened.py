@@ -71,7 +71,9 @@ class OpenResponse:
         self, connection: Connection, response: ResponseParser, done: asyncio.Future[None]
     ) -> asyncio.Future[None]:
         """Return a future that is done when the head has arrived, and fails when the request does."""
-        self._connection, self._response, self._done = connection, response, done
+        self._connection = connection
+        self._response = response
+        self._done = done
         self._begun = done.get_loop().create_future()
         done.add_done_callback(partial(self._ended, self._begun))
         return self._begun

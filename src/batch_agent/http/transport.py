@@ -73,7 +73,9 @@ class Pool:
     def __init__(
         self, loop: asyncio.AbstractEventLoop, limit: int, keepalive_seconds: float = KEEPALIVE_SECONDS
     ) -> None:
-        self._loop, self._limit, self._keepalive = loop, limit, keepalive_seconds
+        self._loop = loop
+        self._limit = limit
+        self._keepalive = keepalive_seconds
         self._clock = clock_of(loop)
         self.beat = Beat(loop)
         self._connector = Connector(loop)
@@ -233,7 +235,8 @@ class Transport:
                 raise SpecError("the backend is in use in another event loop: give each loop its own backend")
             self._users = 0
         if not self._users:
-            self._pool, self._loop = Pool(loop, self._connections), loop
+            self._pool = Pool(loop, self._connections)
+            self._loop = loop
         self._users += 1
         return self
 

@@ -121,7 +121,9 @@ class DatasetRun:
             await asyncio.wait([self._run])
         loop = asyncio.get_running_loop()
         if self._run is None:
-            self._count, self._ending, self._rows = 0, False, asyncio.Queue()
+            self._count = 0
+            self._ending = False
+            self._rows = asyncio.Queue()
             self._run = loop.create_task(self._session(), name="batch-agent dataset")
         results: list[asyncio.Future[bytes]] = []
         for row in rows:

@@ -221,7 +221,9 @@ class RayWorkers:
     """The actors that work on one run, while this context is entered."""
 
     def __init__(self, cluster: Ray, target: object, fingerprint: str) -> None:
-        self._cluster, self._target, self._fingerprint = cluster, target, fingerprint
+        self._cluster = cluster
+        self._target = target
+        self._fingerprint = fingerprint
         given = {name: value for name, value in os.environ.items() if name.startswith(TELEMETRY)}
         self._telemetry = {name: value for name, value in given.items() if not name.endswith(SECRETS)}
         self._actors: dict[str, Any] = {}  # by node, or by number

@@ -47,7 +47,8 @@ class StoreAddress:
         repeat the URL, which may hold a password."""
         try:
             parts = urlsplit(str(url))
-            host, port = parts.hostname, parts.port or PORT
+            host = parts.hostname
+            port = parts.port or PORT
         except ValueError:
             raise SpecError(f"run_dir: this is not the URL of a run; write {FORM}") from None
         if parts.scheme not in SCHEMES:

@@ -43,7 +43,8 @@ class AttachedFile:
 
 def attached(record: Record, known: JsonObject) -> list[AttachedFile]:
     """Return the files that a row names. ``known`` is what the run says of them: ``fields`` and ``roots``."""
-    declared, roots = _texts(known.get("fields")), [Path(root) for root in _texts(known.get("roots"))]
+    declared = _texts(known.get("fields"))
+    roots = [Path(root) for root in _texts(known.get("roots"))]
     found: list[AttachedFile] = []
     try:
         fields: Mapping[str, object] = row_fields(record.get("input"))

@@ -101,7 +101,9 @@ class _Counts:
     both: dict[int, Record] = field(default_factory=dict)  # audited rows with the answers of two models
 
     def __iadd__(self, more: _Counts) -> _Counts:
-        self.rows, self.ok, self.before = self.rows + more.rows, self.ok + more.ok, self.before + more.before
+        self.rows += more.rows
+        self.ok += more.ok
+        self.before += more.before
         self.digest = (self.digest + more.digest) % SUMS
         self.doubted = (self.doubted + more.doubted) % SUMS
         self.answers = [(one + other) % SUMS for one, other in zip(self.answers, more.answers, strict=True)]
@@ -118,7 +120,9 @@ class _Recounted(FinishedDoubts):
 
     def __init__(self, run: RunReader, counts: _Counts, wanted: _Wanted) -> None:
         super().__init__(run, doubt=wanted.doubt)
-        self.done, self.ok, self._counts = counts.rows, counts.ok, counts
+        self.done = counts.rows
+        self.ok = counts.ok
+        self._counts = counts
 
     def catch_up(self) -> None:
         """The rows were read."""
@@ -151,13 +155,21 @@ def _written(output: object) -> bytes:
 
 def _count(lines: Iterable[bytes | Record], wanted: _Wanted, *, exact: bool = False) -> _Counts:
     """Return the counts of rows. ``exact``: integers beyond 64 bits are read too, which takes twice the time."""
-    found, rank, last = _Counts(bands=[0] * (len(wanted.thresholds) + 1)), KeyedOrder(wanted.key).rank, wanted.last
-    digest, doubted, answers, bands, thresholds = 0, 0, found.answers, found.bands, wanted.thresholds
+    found = _Counts(bands=[0] * (len(wanted.thresholds) + 1))
+    rank = KeyedOrder(wanted.key).rank
+    last = wanted.last
+    digest = 0
+    doubted = 0
+    answers = found.answers
+    bands = found.bands
+    thresholds = wanted.thresholds
     for line in lines:
         record = (_read_exactly(line) if exact else _read(line)) if isinstance(line, bytes) else line
         if record is None:
             continue
-        index, name, given = cast(int, record["index"]), str(record.get("job_id")), record.get("input")
+        index = cast(int, record["index"])
+        name = str(record.get("job_id"))
+        given = record.get("input")
         content = row_of(given, "")
         digest += row_digest(name, content)
         found.rows += 1
@@ -177,7 +189,8 @@ def _count(lines: Iterable[bytes | Record], wanted: _Wanted, *, exact: bool = Fa
             found.inputs[index] = input_digest(None if shown is None else shown.get("input"))
             if wanted.model:
                 found.both[index] = {part: record.get(part) for part in ("output", "answered_by", "earlier")}
-    found.digest, found.doubted = digest % SUMS, doubted % SUMS
+    found.digest = digest % SUMS
+    found.doubted = doubted % SUMS
     found.answers = [each % SUMS for each in answers]
     return found
 

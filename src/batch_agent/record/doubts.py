@@ -16,7 +16,9 @@ from batch_agent.trust.escalate import OUTSIDE
 from batch_agent.trust.promise import band
 
 # In place of a doubt: no result yet; no answer, or one without a doubt; the last model was asked.
-UNFINISHED, NEVER, SETTLED = math.nan, 2.0, -2.0
+UNFINISHED = math.nan
+NEVER = 2.0
+SETTLED = -2.0
 
 
 def input_digest(value: object) -> str:
@@ -29,14 +31,17 @@ class FinishedDoubts:
 
     def __init__(self, run: RunReader, *, doubt: bool, last: str = "") -> None:
         """``last``: as in ``doubt_of``."""
-        self._run, self._doubt, self._last = run, doubt, last
+        self._run = run
+        self._doubt = doubt
+        self._last = last
         self._lines: RowLines | None = None
         self.version = 0  # it changes when rows come
         self._bands: tuple[object, list[int]] | None = None
         self._forget()
 
     def _forget(self) -> None:
-        self.doubts, self.places = array("d"), array("q")
+        self.doubts = array("d")
+        self.places = array("q")
         self.done = self.ok = 0
         self._digests: dict[int, str] = {}
         self._digested: dict[int, int] = {}  # row → place of the line that was read for it
@@ -86,7 +91,8 @@ class FinishedDoubts:
         new = [index for index in indexes if self.is_done(index) and self.places[index] != self._digested.get(index)]
         for index, record in zip(new, self.records(new), strict=True):
             if record is not None:
-                self._digests[index], self._digested[index] = input_digest(record.get("input")), self.places[index]
+                self._digests[index] = input_digest(record.get("input"))
+                self._digested[index] = self.places[index]
         return self._digests
 
     def records(self, indexes: Sequence[int]) -> list[Record | None]:

@@ -121,7 +121,8 @@ class _Rows:
         self._forget()
 
     def _forget(self) -> None:
-        self._places, self._ranks = array("q"), array("Q")
+        self._places = array("q")
+        self._ranks = array("Q")
         self.repair: dict[int, tuple[float, ReviewRow]] = {}
         self.for_models: set[int] = set()
         self.version = 0  # it changes when rows come
@@ -197,7 +198,9 @@ class PeopleReview:
     def __init__(
         self, whole: RunReader, stage: str = "", *, overlap: float | None = None, lease: float | None = None
     ) -> None:
-        self.whole, self.stage, self._closing = whole, stage, ExitStack()
+        self.whole = whole
+        self.stage = stage
+        self._closing = ExitStack()
         if stage and stage not in whole.begun_stages():
             raise SpecError(f"{whole.name} has no stage {stage!r}, or it has not begun")
         self.run = self._closing.enter_context(whole.stage(stage) if stage else part_of(whole))
@@ -317,7 +320,8 @@ class PeopleReview:
     def left(self, who: str = "") -> dict[Queue, Left]:
         """Return what is left of each queue."""
         left = self.review.left(self.queue(), who)
-        more, audit = 0 if self.promise is None else self.promise.unjudged()[-1], left[AUDIT]
+        more = 0 if self.promise is None else self.promise.unjudged()[-1]
+        audit = left[AUDIT]
         return {**left, AUDIT: audit._replace(open=audit.open + more, yours=audit.yours + (more if who else 0))}
 
     @property
@@ -507,7 +511,9 @@ class PeopleReview:
 
     def lines(self, who: str = "") -> list[str]:
         """Return what has been judged and what is left, in words."""
-        left, core, said = self.left(who), self.review, list[str]()
+        left = self.left(who)
+        core = self.review
+        said = list[str]()
         waits = {queue: each.open + each.disputed for queue, each in left.items()}
         parts = ", ".join(f"{count:,} {queue}" for queue, count in waits.items() if count)
         judged = sum(each.judged for each in left.values())

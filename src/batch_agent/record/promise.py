@@ -199,10 +199,15 @@ class RunPromise:
         overlap: float = 0.0,
     ) -> None:
         """``looks``: how many other prompts were scored on the gold before: then it is no truth for this one."""
-        self._run, self.known, self.review, self.log, self._gold = run, known, review, log, gold
+        self._run = run
+        self.known = known
+        self.review = review
+        self.log = log
+        self._gold = gold
         self._sent: tuple[object, list[tuple[float, ReviewRow]]] | None = None  # the rows to repair
         self._known_walk: tuple[object, tuple[Walk, Workload, list[int]]] | None = None
-        self._overlap, self.looked = overlap, bool(gold is not None and known.pilot and looks)
+        self._overlap = overlap
+        self.looked = bool(gold is not None and known.pilot and looks)
         facts = run.facts()
         self._asked = str(facts.get("fingerprint"))
         schema = facts.get(SCHEMA)
@@ -245,7 +250,9 @@ class RunPromise:
     def recounted(self, counts: FinishedDoubts, order: Sequence[int]) -> None:
         """Use counts of the rows and an order of the audit that were made by a reader of its own."""
         self._scan.close()
-        self._scan, self._head, self._full = counts, [*order], []
+        self._scan = counts
+        self._head = [*order]
+        self._full = []
 
     # The order of the audit
 
@@ -323,7 +330,8 @@ class RunPromise:
     def _next_offset(self) -> int:
         """Return how many rows of the order come before those of an audit that begins now: a prompt that was changed
         after rows were audited is proved on the next ones."""
-        found, least = self.review.thresholds, self.known.pilot if self.looked else 0
+        found = self.review.thresholds
+        least = self.known.pilot if self.looked else 0
         if found is None or found.id != self.known.key:
             return least
         last = place = found.rows
@@ -380,7 +388,8 @@ class RunPromise:
 
     def audit(self) -> list[ReviewRow]:
         """Return the rows of the audit that people may see, in its order."""
-        found, wanted = [], self._wanted(self.begun) if self.begun is not None else 0
+        found = []
+        wanted = self._wanted(self.begun) if self.begun is not None else 0
         for place in range(self.before, self.before + wanted):
             index = self._order(place)
             event = None if index is None else self.review.frozen.get(index)
@@ -393,7 +402,8 @@ class RunPromise:
         """Return how many more random rows people judge as far as is known, how many of them the models are done with,
         and how many of these ``audit`` gets when a person asks for a row: their answers are recorded then."""
         walk, work, _ = self._walked()
-        wanted, before = walk.drawn + work.audit, self._next_offset() if self.begun is None else self.before
+        wanted = walk.drawn + work.audit
+        before = self._next_offset() if self.begun is None else self.before
         judged = sum(each is not None for each in islice(self.outcomes() if self.begun else (), wanted))
         ready = [*self._ready(before, wanted, {})] if self.known.truth != "gold" else []
         return wanted - judged, max(0, len(ready) - judged), sum(row not in self.review.frozen for row in ready)

@@ -184,7 +184,8 @@ class FinishedRows:
     def __init__(self, open_lines: Callable[[], RowLines]) -> None:
         self._open = open_lines
         self._lines: RowLines | None = None
-        self._places, self._ok = array("q"), bytearray()
+        self._places = array("q")
+        self._ok = bytearray()
 
     def __iter__(self) -> Iterator[Record]:
         return (record for _, record in self.placed())
@@ -214,7 +215,9 @@ class FinishedRows:
     def _caught_up(self) -> RowLines:
         if self._lines is None or self._lines.replaced():
             self.close()
-            self._lines, self._places, self._ok = self._open(), array("q"), bytearray()
+            self._lines = self._open()
+            self._places = array("q")
+            self._ok = bytearray()
             self._lines.replaced()
         places, oks = self._places, self._ok
         while page := self._lines.counted_block():
@@ -405,9 +408,6 @@ def row_name(value: object, index: int, id_column: object = None, name: str | No
     except (BatchAgentError, TypeError, ValueError):
         own = None
     return own or (str(index) if name is None else name)
-
-
-# A run directory
 
 
 class DirectoryReader(RunReader):

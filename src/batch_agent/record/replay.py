@@ -87,7 +87,8 @@ class WorkReplay:
     def answer(self, digest: str, place: int | None) -> tuple[int, Reply | None, Compacted | None]:
         """Return the number of a request that begins, its recorded answer, and the compaction before it. ``place`` is
         that of a request of the tool loop."""
-        nth, other = self._take(digest), digest if place is None else _by_place(place)
+        nth = self._take(digest)
+        other = digest if place is None else _by_place(place)
         return nth, self._replies.get((digest, nth)) or self._replies.get((other, nth)), self._cuts.get(other)
 
     def call(self, name: str, arguments: str) -> tuple[Key, CallEnded | None, bool]:

@@ -112,7 +112,8 @@ class JudgedRows:
     """What people have judged in a run, for those who may see all of it."""
 
     def __init__(self, run: RunReader) -> None:
-        self._log, self._review = log_of(run), Review(lambda one, other: one == other, overlap=0.0)
+        self._log = log_of(run)
+        self._review = Review(lambda one, other: one == other, overlap=0.0)
 
     def of(self, row: int) -> list[Event]:
         """Return the judgements of a row that stand now."""
@@ -168,7 +169,8 @@ class DirectoryLog(ReviewLog):
 
     def __init__(self, directory: Path) -> None:
         super().__init__()
-        self._path, self._lock = directory / REVIEW, directory / REVIEW_LOCK
+        self._path = directory / REVIEW
+        self._lock = directory / REVIEW_LOCK
         self._done, self._file = 0, (0, 0)  # bytes of complete lines that were read, and of which file
 
     def exists(self) -> bool:
@@ -185,7 +187,9 @@ class DirectoryLog(ReviewLog):
             with self._path.open("rb") as file:
                 return self._read(file.fileno())
         except FileNotFoundError:
-            replaced, self._done, self.count = bool(self._done), 0, 0
+            replaced = bool(self._done)
+            self._done = 0
+            self.count = 0
             return [], replaced
         except OSError as error:
             raise StoreError(f"cannot read {self._path}: {error.strerror}") from None

@@ -24,8 +24,13 @@ from batch_agent.record.scoring import row_fields
 from batch_agent.trust.gold import OUTPUT, shown_cell
 from batch_agent.trust.review import Event, Queue, ReviewRow
 
-ROW, ID, QUEUE, NONE = "row", "id", "queue", "no_right_answer"
-ANSWER, MODEL, INPUT = "answer", "model", "input"
+ROW = "row"
+ID = "id"
+QUEUE = "queue"
+NONE = "no_right_answer"
+ANSWER = "answer"
+MODEL = "model"
+INPUT = "input"
 RUN_BY_SPREADSHEETS = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 NUMBER = re.compile(r"-?\d+(\.\d+)?")
 YES = ("x", "yes", "true", "1")
@@ -135,7 +140,8 @@ def _event(
     review: PeopleReview, row: ReviewRow, cells: dict[str, str], who: str, now: float
 ) -> tuple[Event | None, str]:
     """Return what a line says, and as what it counts. Raises Refusal."""
-    core, kind = review.review, "none" if _is_none(cells) else "answer"
+    core = review.review
+    kind = "none" if _is_none(cells) else "answer"
     given, holds = _given(review, cells), core.holds(row, who, now)
     if kind == "none" and given is not None:
         raise Refusal(f"it has an answer, and {NONE} too: leave one of them empty")

@@ -50,15 +50,13 @@ from batch_agent.record.sqlite import SqliteJournal
 
 State = Literal["running", "complete", "failed", "interrupted", "out of budget", "unreachable"]
 
-RUN, JOURNAL, RESULTS, FAILURES, SUMMARY, LOCK, JOBS = (
-    "run.json",
-    "journal.db",
-    "results.jsonl",
-    "failures.jsonl",
-    "summary.json",
-    "run.lock",
-    "jobs.jsonl",
-)
+RUN = "run.json"
+JOURNAL = "journal.db"
+RESULTS = "results.jsonl"
+FAILURES = "failures.jsonl"
+SUMMARY = "summary.json"
+LOCK = "run.lock"
+JOBS = "jobs.jsonl"
 GOLD = "gold.jsonl"
 FORGED = "forged_entries"  # fact of a run in Redis: entries of its queue that were no rows of it, and were dropped
 SCHEMA = "schema"  # the fact that has the schema of the answers
@@ -158,7 +156,9 @@ class RunDir:
 
     def _replace(self, name: str, content: JsonObject) -> None:
         """Replace a file atomically."""
-        path, draft, data = self.path / name, self.path / f"{name}.new", to_json(content) + b"\n"
+        path = self.path / name
+        draft = self.path / f"{name}.new"
+        data = to_json(content) + b"\n"
         try:
             with open(draft, "wb", opener=private) as file:
                 file.write(data)

@@ -45,7 +45,9 @@ UNKNOWN = "unknown"  # what was asked, if the record does not say it
 
 def add_result(scoring: Scoring, result: AgentResult[Any], schema: OutputSchema[object] | None) -> None:
     """Add a finished row. One that was interrupted is not finished."""
-    ok, error, output = result.ok, None, None
+    ok = result.ok
+    error = None
+    output = None
     if result.error is not None:
         if (error := result.error.type) == Interrupted.type:
             return
@@ -185,7 +187,9 @@ def gold_of_rows(
             raise SpecError(f"gold: no row has an id of {path}, such as {', '.join([*waiting][:3])}")
         warn_unjoined(path, waiting, len(values))
         return gold, table
-    gold, table, problems = checked_gold(given, schema, known=known, seen=seen), GoldTable(), list[tuple[str, str]]()
+    gold = checked_gold(given, schema, known=known, seen=seen)
+    table = GoldTable()
+    problems = list[tuple[str, str]]()
     missing, first = set(gold.columns.values()), ""
     for index, name, fields in rows:
         first = first or listed(fields)

@@ -173,7 +173,9 @@ class SqliteJournal:
         for step in steps:
             check = _checksum(step)
             # Python's sqlite3 looks for an adapter of each parameter that is bytes, which takes longer than the copy.
-            key, content, body = bytearray(step.key), bytearray(step.content), bytearray(step.body)
+            key = bytearray(step.key)
+            content = bytearray(step.content)
+            body = bytearray(step.body)
             values += (step.agent, key, content, step.kind, body, check)
         with _explained(self._path):
             if not self._path.exists():  # SQLite would continue writing to the deleted file
@@ -379,7 +381,8 @@ def steps_in(db: sqlite3.Connection, agent: int) -> tuple[KeptStep, ...]:
 def _checked(agent: int, key: bytes, row: bytes, kind: int, body: bytes, check: int | None) -> KeptStep:
     """Return a step as it was written, or with the body b"" if it is damaged. The checksum also covers its kind, and
     whose step it is, so that no step is taken for another."""
-    own, owner = (check or 0) & 0xFFFF_FFFF, _owner(agent, key, row)
+    own = (check or 0) & 0xFFFF_FFFF
+    owner = _owner(agent, key, row)
     if crc32(body, owner ^ kind & 0xFFFF_FFFF) == own and _is_owned(agent, key, row, check):
         return KeptStep(agent, key, row, kind, body)
     began = crc32(body, owner ^ CALL_BEGUN) == own  # a write must not be forgotten if its kind is damaged

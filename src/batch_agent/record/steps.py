@@ -36,7 +36,10 @@ class Spent:
     cost: float | None = None
 
 
-SHARED, ALONE, OWN = -1, -2, -3  # what a request continues that continues no earlier request
+# What a request continues that continues no earlier request.
+SHARED = -1
+ALONE = -2
+OWN = -3
 
 
 @value_type
@@ -189,7 +192,8 @@ class Past:
 
     def restarted(self) -> Past:
         """Return the record of the row for a new conversation."""
-        before, spent = self.left or Past(self.agent, ()), self.spent or Spent()
+        before = self.left or Past(self.agent, ())
+        spent = self.spent or Spent()
         turns, worked = (*before.turns, *self.turns), (*before.worked, *self.worked)
         return Past(self.agent, (), spent=spent, left=Past(self.agent, turns, worked=worked, spent=spent))
 

@@ -29,7 +29,9 @@ Line: TypeAlias = list[JsonValue]  # the kind, then the fields of that kind
 Span: TypeAlias = tuple[JsonValue, ...]  # a line that waits: thousands of tuples cost the garbage collector nothing
 
 SAMPLES, STATUS = "timeline.jsonl", "status.json"
-FIRST, OLD, NEW = "turns-first.jsonl", "turns-old.jsonl", "turns-new.jsonl"
+FIRST = "turns-first.jsonl"
+OLD = "turns-old.jsonl"
+NEW = "turns-new.jsonl"
 SAMPLE = "sample"
 MOST_SAMPLES = 4096
 MOST_SPANS = 10_000  # in each of the three files
@@ -47,7 +49,8 @@ class TimelineFiles:
     def begin(self, header: JsonObject, at: float) -> None:
         """Begin a session. The lines of earlier sessions are kept."""
         self._lines = _count(self._folder / SAMPLES)
-        self._first, self._new = _count(self._folder / FIRST), _count(self._folder / NEW)
+        self._first = _count(self._folder / FIRST)
+        self._new = _count(self._folder / NEW)
         self.write([["run", at, header]], (), None)
 
     def write(self, samples: Sequence[Line], spans: Sequence[Line | Span], status: JsonObject | None) -> None:

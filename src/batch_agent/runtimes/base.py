@@ -77,7 +77,8 @@ def read_claude(transcript: Transcript, event: JsonObject) -> None:
             if event.get("is_error") is True:
                 transcript.error = _string(event.get("result")) or _string(event.get("subtype")) or "it failed"
             usage = event.get("usage")
-            cached, written = counted(usage, "cache_read_input_tokens"), counted(usage, "cache_creation_input_tokens")
+            cached = counted(usage, "cache_read_input_tokens")
+            written = counted(usage, "cache_creation_input_tokens")
             prompt = counted(usage, "input_tokens") + cached + written
             transcript.usage += Usage(prompt, cached, counted(usage, "output_tokens"), 0, written)
 

@@ -318,7 +318,9 @@ def _with_fields(status: int, message: str, fields: JsonObject) -> RequestRefuse
 
 def model_request(asked: ClientRequest, request: ModelRequest, *, priority: int = 0) -> ModelRequest:
     """Fill a request with what a client asks."""
-    request.shape, request.client, request.priority = asked.shape, asked.client_body, priority
+    request.shape = asked.shape
+    request.client = asked.client_body
+    request.priority = priority
     return request
 
 
@@ -461,7 +463,9 @@ class Interactive:
         upstreams: ModelServers,
         patience: float,
     ) -> None:
-        self._models, self._dispatcher, self._turnstile = models, dispatcher, turnstile
+        self._models = models
+        self._dispatcher = dispatcher
+        self._turnstile = turnstile
         self._upstreams, self._patience = upstreams, patience
         self._reader = RequestReader()
         self._limits: set[asyncio.Timeout] = set()  # of the requests that are not answered
@@ -653,7 +657,10 @@ class PassedEvents:
     ask for it."""
 
     def __init__(self, put: Callable[[bytes], None], *, hidden: bool) -> None:
-        self._put, self._hidden, self._rest, self.count = put, hidden, bytearray(), 0
+        self._put = put
+        self._hidden = hidden
+        self._rest = bytearray()
+        self.count = 0
         self.prompt_tokens = self.completion_tokens = 0
 
     def begin(self) -> None:
@@ -702,7 +709,9 @@ class _PersonCall(ClientCall):
 
     def __init__(self, backend: ServedModels, request: ModelRequest, turnstile: Turnstile) -> None:
         super().__init__(backend, request)
-        self._turnstile, self.admitted, self.sent_at = turnstile, False, asyncio.get_running_loop().time()
+        self._turnstile = turnstile
+        self.admitted = False
+        self.sent_at = asyncio.get_running_loop().time()
         self.events: PassedEvents | None = None
         self.asked = False  # a request is in flight, or was not awaited
         self.reply: Reply | None = None
@@ -710,7 +719,9 @@ class _PersonCall(ClientCall):
     def used(self, needs: Needs, reserved: int) -> tuple[int, int]:
         """Return the tokens that the request used: of the prompt, and of the answer. Without a complete answer these
         are those that were heard; if nothing was heard of an answer that was not awaited, what was ``reserved``."""
-        events, said, reply = self.events, self.request.said, self.reply
+        events = self.events
+        said = self.request.said
+        reply = self.reply
         heard, prompt = max(len(said), estimate_tokens("".join(said))), needs.prompt
         if events is not None:
             heard = events.completion_tokens or max(heard, events.count)

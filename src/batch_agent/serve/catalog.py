@@ -247,7 +247,9 @@ class Catalog:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """``shared``: processes of several machines use it; None: as its servers have opened it."""
-        self.data, self._clock, self._lock = data, clock, RLock()
+        self.data = data
+        self._clock = clock
+        self._lock = RLock()
         self._shared = shared
         self._descriptions = Descriptions(data)
         claim(data)
@@ -413,7 +415,8 @@ class Catalog:
         return [tenant.label for tenant in found]
 
     def _put_tenant(self, db: sqlite3.Connection, tenant: Tenant, key: str) -> None:
-        digest, terms = hashed(key), orjson.dumps({**asdict(tenant), "created": self._clock()}).decode()
+        digest = hashed(key)
+        terms = orjson.dumps({**asdict(tenant), "created": self._clock()}).decode()
         other = db.execute("SELECT name FROM tenant WHERE hash = ? AND name != ?", (digest, tenant.name)).fetchone()
         if other is not None:
             state = db.execute("SELECT revoked FROM tenant WHERE name = ?", other).fetchone()[0]
@@ -778,7 +781,8 @@ def _keep_input(db: sqlite3.Connection, batch: ServedBatch, since: float) -> Non
     ).fetchone()
     file = _read(StoredFile, found[0])
     assert file.kept_since is not None and file.expires is not None
-    keep, since = file.expires - file.kept_since, max(since, other or since)
+    keep = file.expires - file.kept_since
+    since = max(since, other or since)
     _change_file(db, replace(file, kept_since=since, expires=since + keep))
 
 

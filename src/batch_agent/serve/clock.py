@@ -38,10 +38,13 @@ class ServedClock:
     def __init__(
         self, wall: Callable[[], float] = time.time, elapsed: Callable[[], float] = since_boot, data: Path | None = None
     ) -> None:
-        self._wall, self._elapsed, self._lock = wall, elapsed, Lock()
+        self._wall = wall
+        self._elapsed = elapsed
+        self._lock = Lock()
         self._path = None if data is None else data / CLOCK_FILE
         self._boot = _boot_id()
-        self._at, self._now = elapsed(), wall()
+        self._at = elapsed()
+        self._now = wall()
         self.ahead = 0.0  # seconds by which the wall clock is ahead of this one
         self._seen = self._now, self._at  # the wall clock and real time at the last look
         self._continue()
@@ -52,7 +55,8 @@ class ServedClock:
             wall, at = self._wall(), self._elapsed()
             passed = max(0.0, at - self._at)
             steady, most = self._now + passed, passed * RATE
-            self._now, self._at = steady + min(most, max(-most, wall - steady)), at
+            self._now = steady + min(most, max(-most, wall - steady))
+            self._at = at
             self.ahead = wall - self._now
             return self._now
 

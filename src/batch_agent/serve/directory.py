@@ -20,13 +20,25 @@ from batch_agent.messages import JsonObject
 from batch_agent.record.private import private
 
 MARKER = "batch-agent-serve.json"
-CATALOG, KEY_FILE, LOCK_FILE, TENANTS = "serve.db", "key", "serve.lock", "tenants.json"
-FILES, BATCHES, LOST = "files", "batches", "lost"
-INPUT, INDEX, OUTPUT, ERRORS = "input.jsonl", "lines.db", "output.jsonl", "errors.jsonl"  # in the folder of a batch
+CATALOG = "serve.db"
+KEY_FILE = "key"
+LOCK_FILE = "serve.lock"
+TENANTS = "tenants.json"
+FILES = "files"
+BATCHES = "batches"
+LOST = "lost"
+# Files in the folder of a batch.
+INPUT = "input.jsonl"
+INDEX = "lines.db"
+OUTPUT = "output.jsonl"
+ERRORS = "errors.jsonl"
 ADDRESS_FILE = "serve.address"  # where the server of the data listens, while it does
 RUN = "run"  # there, the directory of its run
 DESCRIPTION = "batch.json"  # of a batch, in its folder; that of an upload is beside it and ends with ``JSON``
-JSON, PART, DELETED = ".json", ".part", ".deleted"  # ``DELETED``: its removal has begun, and is completed
+# Endings of names. ``DELETED``: the removal has begun, and is completed.
+JSON = ".json"
+PART = ".part"
+DELETED = ".deleted"
 KIND, FORMAT = "data of batch-agent serve", 1
 NOT_OURS = frozenset({"lost+found", LOCK_FILE})  # names that an unused directory may have
 TABLES = {"tenant", "file", "batch", "idempotency"}  # of a catalog

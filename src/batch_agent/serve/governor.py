@@ -68,7 +68,8 @@ class Governor:
         self.target = None if target is None else target.times
         above = 0.5 if target is None else 1 - target.percentile / 100  # part of the answers that may take longer
         self._is_tail = above < 0.5
-        self._lower, self._raise = STEP / (2 * above), STEP / (2 * (1 - above))
+        self._lower = STEP / (2 * above)
+        self._raise = STEP / (2 * (1 - above))
         self._patience = round(
             0.5 / above
         )  # answers in a row that are far below the target before the limit grows fast
@@ -188,7 +189,8 @@ class Governor:
             return
         self._calm = self._calm + 1 if ratio < COMFORT * target else 0
         if not limit:
-            self._limit, self._changed = self._first(), now
+            self._limit = self._first()
+            self._changed = now
         elif ratio > (TAIL_FAR if self._is_tail else FAR) * target:
             if most > limit * OVER or now - self._changed < seconds / 2:
                 return  # it was slow because of lines that started before the limit
@@ -200,6 +202,7 @@ class Governor:
         elif most >= COMFORT * limit:
             self.reason = ""
             if self._calm >= self._patience:
-                self._limit, self._calm = limit * RAISE + 0.5, 0
+                self._limit = limit * RAISE + 0.5
+                self._calm = 0
             else:
                 self._limit = limit * (1 + self._raise)

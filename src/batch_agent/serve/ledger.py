@@ -67,7 +67,8 @@ class TokenLedger:
     """``changed`` is called when lines that had no tokens may have some now."""
 
     def __init__(self, catalog: Catalog) -> None:
-        self._catalog, self._owner = catalog, secrets.token_hex(8)
+        self._catalog = catalog
+        self._owner = secrets.token_hex(8)
         self._budgets: dict[str, _Budget] = {}
         self._due = asyncio.Event()  # something is to be written soon
         self._urgent = asyncio.Event()  # someone waits for it
@@ -192,7 +193,9 @@ class TokenLedger:
         async with self._writing:
             self._due.clear()
             self._urgent.clear()
-            asked, used, holds = dict[str, tuple[list[_Waiter], int, int]](), dict[str, int](), list[Hold]()
+            asked = dict[str, tuple[list[_Waiter], int, int]]()
+            used = dict[str, int]()
+            holds = list[Hold]()
             for name, budget in self._budgets.items():
                 wanted = sum(waiter.most for waiter in budget.waiters)
                 if wanted or budget.ahead or budget.held != budget.reserved:
@@ -201,7 +204,9 @@ class TokenLedger:
                     most = least + wanted + budget.ahead
                     holds.append(Hold(name, least, most, budget.limit))
                     asked[name] = [*budget.waiters], budget.ahead, most
-                    budget.ahead, budget.busy, budget.held = 0, False, least
+                    budget.ahead = 0
+                    budget.busy = False
+                    budget.held = least
                 if budget.settled:
                     used[name], budget.settled = budget.settled, 0
                     budget.used += used[name]
@@ -217,7 +222,8 @@ class TokenLedger:
                 raise
             for name, budget in tuple(self._budgets.items()):
                 if budget.used != counted.used.get(name, 0):
-                    budget.used, budget.refused = counted.used.get(name, 0), None
+                    budget.used = counted.used.get(name, 0)
+                    budget.refused = None
                 if name in asked:
                     budget.held = counted.held[name]
                     self._grant(budget, *asked[name])

@@ -133,7 +133,10 @@ class LineCheck:
     """Checks the lines of an input and writes their index."""
 
     def __init__(self, endpoint: str, knows: Callable[[str], bool], max_lines: int, index: sqlite3.Connection) -> None:
-        self._endpoint, self._knows, self._max_lines, self._index = endpoint, knows, max_lines, index
+        self._endpoint = endpoint
+        self._knows = knows
+        self._max_lines = max_lines
+        self._index = index
         self._known: dict[str, bool] = {}
         self.errors: list[JsonObject] = []
         self.models: set[str] = set()
@@ -248,7 +251,8 @@ class MessageBatchLines:
     """Writes the requests of a Message Batch as the lines of a batch. ``wrong`` says what is wrong with them."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._index = folder, connect(folder / (INDEX + PART), new=True)
+        self._folder = folder
+        self._index = connect(folder / (INDEX + PART), new=True)
         self._file = open(folder / INPUT, "xb", opener=private)  # noqa: SIM115
         self._check = LineCheck("", lambda model: True, 2**63, self._index)
         self._offset = 0
@@ -373,7 +377,8 @@ def index_damage(folder: Path, total: int | None = None, *, thorough: bool = Fal
 
 def with_files(folder: Path, batch: ServedBatch, keep: float) -> tuple[ServedBatch, list[StoredFile]]:
     """Return a batch that has ended with the ids of its files, and these files: those that are on disk."""
-    files, now = list[StoredFile](), batch.ended or batch.created
+    files = list[StoredFile]()
+    now = batch.ended or batch.created
     since = now if batch.output_expires is None else None
     ids = {"output": "", "error": ""}
     for name, kind in ((OUTPUT, "output"), (ERRORS, "error")):
@@ -471,7 +476,9 @@ class BatchLines:
     def _recover(self, ok: bool, path: Path) -> None:
         """Count the outcomes that are on disk. What is no outcome of a line that has none yet is removed: a line that
         was torn by a kill, or one that was damaged. It is answered again, from the record if that has the answer."""
-        draft, whole, kept = path.with_name(f"{path.name}.new"), 0, None
+        draft = path.with_name(f"{path.name}.new")
+        whole = 0
+        kept = None
         with path.open("r+b") as file, ExitStack() as opened:
             size = os.fstat(file.fileno()).st_size
             for raw in file:

@@ -56,7 +56,8 @@ class ServedModels(Backend):
         self._models = dict(models)
         self._listed: dict[str, list[str]] = {}  # what the backend for all models listed last
         self._shapes: WeakKeyDictionary[RequestShape, RequestShape] = WeakKeyDictionary()
-        self._extent, self._users = AsyncExitStack(), 0
+        self._extent = AsyncExitStack()
+        self._users = 0
 
     @property
     def name(self) -> str:
@@ -128,7 +129,8 @@ class ServedModels(Backend):
                     if id(server) not in names:
                         found[f"{name}{BETWEEN}{endpoint}"] = server
                     names.setdefault(id(server), set()).add(name)
-                    server.models, server.stated = frozenset(names[id(server)]), True
+                    server.models = frozenset(names[id(server)])
+                    server.stated = True
         return found
 
     def join(self, listener: Listener) -> None:
@@ -145,7 +147,9 @@ class ServedModels(Backend):
             await served.backend.locate(served.model or model)
 
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
-        served, shape, endpoint = self.of(request.shape.model), request.shape, request.endpoint
+        served = self.of(request.shape.model)
+        shape = request.shape
+        endpoint = request.endpoint
         if served.model and served.model != shape.model:
             request.shape = self._shapes.get(shape) or self._shapes.setdefault(
                 shape, replace(shape, model=served.model)

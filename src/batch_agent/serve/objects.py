@@ -16,7 +16,10 @@ from batch_agent.serve.logs import log_event
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-MOST_PAIRS, MOST_NAME, MOST_VALUE = 16, 64, 512  # of metadata
+# Limits of metadata.
+MOST_PAIRS = 16
+MOST_NAME = 64
+MOST_VALUE = 512
 EXPIRY = (3600, 2_592_000)  # seconds that an ``expires_after`` may have
 EVENTS = {"completed", "failed", "expired", "cancelled"}
 

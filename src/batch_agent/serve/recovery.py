@@ -90,7 +90,9 @@ def open_catalog(data: Path, *, shared: bool, clock: Callable[[], float]) -> Rec
     claim(data)
     for name in (FILES, BATCHES):
         (data / name).mkdir(mode=0o700, exist_ok=True)
-    path, aside, why = data / CATALOG, None, ""
+    path = data / CATALOG
+    aside = None
+    why = ""
     is_missing = not path.exists() or not path.stat().st_size
     if not shared and not is_missing and (why := damage(path)):
         aside = _set_aside(data)
@@ -114,7 +116,9 @@ def check(data: Path, clock: Callable[[], float] = time.time) -> tuple[Recovered
     is_marked(data)
     path, runs = data / CATALOG, is_locked(data / LOCK_FILE) is True
     with tempfile.TemporaryDirectory(prefix="batch-agent-check-") as place:
-        copy, why, rows = Path(place) / CATALOG, "", 0
+        copy = Path(place) / CATALOG
+        why = ""
+        rows = 0
         is_missing = not path.exists() or not path.stat().st_size
         if is_missing:
             catalog = RecoveredCatalog.copy_of(None, data, clock)
@@ -211,7 +215,10 @@ class RecoveredCatalog(Catalog):
     def copy_of(cls, source: sqlite3.Connection | None, data: Path, clock: Callable[[], float]) -> Self:
         """Return a copy in memory, to be read; empty without a source."""
         copy = cls.__new__(cls)
-        copy.data, copy._clock, copy._lock, copy._shared = data, clock, RLock(), None
+        copy.data = data
+        copy._clock = clock
+        copy._lock = RLock()
+        copy._shared = None
         copy._descriptions = Descriptions(data)
         copy._db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         if source is not None:
@@ -276,7 +283,9 @@ class Recovery:
     about to enter something in the catalog."""
 
     def __init__(self, catalog: RecoveredCatalog, *, acts: bool, is_shared: bool) -> None:
-        self._catalog, self._data, self._acts = catalog, catalog.data, acts
+        self._catalog = catalog
+        self._data = catalog.data
+        self._acts = acts
         self._before = time.time() - (OLD_SECONDS if is_shared else 0.0)
         self.findings: list[Recovered] = []
 

@@ -89,7 +89,8 @@ def _rebuild_index(folder: Path, batch: ServedBatch, why: str) -> None:
     except FileNotFoundError:
         raise BeyondRepair(f"its {INDEX} {why}, and its {INPUT} is missing") from None
     with file, closing(connect(folder / (INDEX + PART), new=True)) as index:
-        check, offset = LineCheck(batch.endpoint, lambda model: True, 2**63, index), 0
+        check = LineCheck(batch.endpoint, lambda model: True, 2**63, index)
+        offset = 0
         for place, raw in enumerate(raw_lines(file), start=1):
             start = 3 if not offset and raw.startswith(b"\xef\xbb\xbf") else 0
             text = raw[start:].rstrip(b"\r\n")

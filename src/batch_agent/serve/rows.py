@@ -128,7 +128,9 @@ def _with_outcome(index: sqlite3.Connection, asked: BinaryIO, raw: bytes) -> Jso
         raise RequestRefused(400, "after is not the next of a page", param="after")
     result = outcome.get("result")  # of a Message Batch
     if isinstance(result, dict):
-        state, answer, problem = str(result["type"]), result.get("message"), result.get("error")
+        state = str(result["type"])
+        answer = result.get("message")
+        problem = result.get("error")
     else:
         response, problem = outcome.get("response"), outcome.get("error")
         response = response if isinstance(response, dict) else {}

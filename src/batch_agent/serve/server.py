@@ -77,7 +77,8 @@ class BatchService:
         self, options: ServeOptions, models: ServedModels, configured: Sequence[ConfiguredTenant] | None = None
     ) -> None:
         """``configured``: the tenants of the configuration; None if the server is started without one."""
-        self.options, self.models = replace(options, shared=options.shared or bool(options.store)), models
+        self.options = replace(options, shared=options.shared or bool(options.store))
+        self.models = models
         self._lock = self._take_data()
         options = self.options = replace(self.options, now=self._follow_clock().now)
         with ExitStack() as undone:
@@ -323,7 +324,9 @@ class BatchService:
 
     async def _look_after(self) -> None:
         """Do what is due until cancelled. A failure is logged once, until all succeeds."""
-        swept, failed, clock = -inf, False, asyncio.get_running_loop().time
+        swept = -inf
+        failed = False
+        clock = asyncio.get_running_loop().time
         while True:
             await asyncio.sleep(BOOKS_SECONDS)
             self.clock.look()
@@ -389,7 +392,9 @@ ROW_STATES = ("succeeded", "failed", "waiting")
 
 class Admin:
     def __init__(self, service: BatchService) -> None:
-        self._service, self._began, self._numbers = service, monotonic(), ServeNumbers(service)
+        self._service = service
+        self._began = monotonic()
+        self._numbers = ServeNumbers(service)
         self.open_metrics = is_loopback(service.options.host)  # they need no key
 
     async def _tenant(self, request: web.BaseRequest) -> Tenant:
@@ -428,10 +433,13 @@ class Admin:
 
     async def _rows(self, batch: ServedBatch, query: Mapping[str, str]) -> JsonObject:
         """Return a page of the lines of a batch, with the state that is asked for, or the one line that is."""
-        state, after, limit = query.get("state", "succeeded"), query.get("after", "0"), read_limit(query, 200, 50)
+        state = query.get("state", "succeeded")
+        after = query.get("after", "0")
+        limit = read_limit(query, 200, 50)
         if state not in ROW_STATES or not after.isdecimal() or len(after) > 18:
             raise RequestRefused(400, f"state is one of {', '.join(ROW_STATES)}, and after the next of a page")
-        folder, running = self._service.batches.folder(batch.id), self._service.batches.running.get(batch.id)
+        folder = self._service.batches.folder(batch.id)
+        running = self._service.batches.running.get(batch.id)
         state_of = running.state_of if running is not None else None
         note = ""
         if running is None and not batch.is_over and not batch.completed and not batch.failed:

@@ -48,7 +48,9 @@ class Entrant(ABC):
     """A batch that runs. ``name`` is its id, ``deadline`` in unix seconds."""
 
     def __init__(self, name: str, tenant: str, deadline: float) -> None:
-        self.name, self.tenant, self.deadline = name, tenant, deadline
+        self.name = name
+        self.tenant = tenant
+        self.deadline = deadline
         self.closed = False  # no further line of it starts
         self.model = ""  # of the line that was offered
         self.inflight = 0
@@ -96,14 +98,18 @@ class Turnstile:
         stopped: Callable[[str], object] = lambda model: False,
         travels: bool = False,
     ) -> None:
-        self._dispatcher, self.governor, self._now, self._blocked = dispatcher, governor, now, blocked
+        self._dispatcher = dispatcher
+        self.governor = governor
+        self._now = now
+        self._blocked = blocked
         self.ledger, ledger.changed = ledger, self.touch
         self.stopped, self._travels = stopped, travels
         self._flying: Counter[str] = Counter()  # lines in flight, by model
         self._unsent: Counter[str] = Counter()  # of these, lines that have not asked for a slot yet
         self._feed = dispatcher.feed(lambda: None)
         self._feed.reading = True  # it has no rows of its own
-        self._changed, self._idle = asyncio.Event(), asyncio.Event()
+        self._changed = asyncio.Event()
+        self._idle = asyncio.Event()
         self.accounts: dict[str, TenantAccount] = {}
         self.entrants: dict[str, Entrant] = {}
         self.inflight = 0
@@ -119,7 +125,9 @@ class Turnstile:
 
     async def read(self, endpoint: Endpoint, load: Load) -> None:
         """Take what an engine reports. Requests that were just sent are no queue: they wait for its next step."""
-        now, waiting, sends = asyncio.get_running_loop().time(), load.waiting, self._sends.get(endpoint.name, ())
+        now = asyncio.get_running_loop().time()
+        waiting = load.waiting
+        sends = self._sends.get(endpoint.name, ())
         if waiting and (len(sends) < waiting or sends[-waiting] < now - FRESH_SECONDS):
             self._queued[endpoint.name] = now
         elif self._queued.pop(endpoint.name, None) is not None:

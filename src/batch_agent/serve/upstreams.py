@@ -79,7 +79,9 @@ class ModelServers:
     """``now`` returns unix seconds."""
 
     def __init__(self, models: ServedModels, dispatcher: Dispatcher, now: Callable[[], float]) -> None:
-        self._models, self.dispatcher, self._now = models, dispatcher, now
+        self._models = models
+        self.dispatcher = dispatcher
+        self._now = now
         self._clock = asyncio.get_running_loop().time
         self._down: dict[str, Absence] = {}  # by endpoint, as of the latest look
         self._ready: dict[Endpoint, float] = {}  # since when an endpoint that is back waits for a request
@@ -93,7 +95,9 @@ class ModelServers:
 
     def outage(self, endpoint: Endpoint) -> Absence | None:
         """Return why an endpoint cannot answer now; None if it can, as far as is known."""
-        now, server, health = self._clock(), endpoint.server, endpoint.health
+        now = self._clock()
+        server = endpoint.server
+        health = endpoint.health
         held = server.held_until if server.held_until > now else 0.0
         hold = server.reasons.get("hold")
         if held and hold is not None and held - min(hold.since, server.refused_since or hold.since) <= N.short_hold:

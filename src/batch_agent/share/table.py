@@ -32,7 +32,11 @@ from batch_agent.messages import JsonObject
 from batch_agent.scheduler.capacity import Progress
 from batch_agent.scheduler.rates import MINUTE, SLACK
 
-BUDGET, RATE, SLOTS, ROWS = "budget ", "rate ", "slots ", "rows "  # prefixes of the names of pots
+# Prefixes of the names of pots.
+BUDGET = "budget "
+RATE = "rate "
+SLOTS = "slots "
+ROWS = "rows "
 BUDGET_TOKENS, BUDGET_COST = f"{BUDGET}tokens", f"{BUDGET}cost"
 DOLLAR = 10**9  # costs are counted in units of 1e-9 $
 ROTATION = MINUTE  # seconds after which another worker is served first, if there is not enough for all
@@ -144,7 +148,9 @@ class Table:
         self._expire(now)
         is_new = worker not in self.members
         member = self.members.setdefault(worker, Member(now))
-        member.until, member.learnt, member.status = now + seconds, dict(learnt), status or {}
+        member.until = now + seconds
+        member.learnt = dict(learnt)
+        member.status = status or {}
         gone = member.claims.keys() - claims.keys()
         for name in gone:
             self._let_go(name, member.claims.pop(name), now)
@@ -202,7 +208,9 @@ class Table:
             if member.until and member.until <= now:
                 for name in [name for name in member.claims if not name.startswith(BUDGET)]:
                     self._let_go(name, member.claims.pop(name), now)
-                member.until, member.learnt, member.status = 0.0, {}, {}
+                member.until = 0.0
+                member.learnt = {}
+                member.status = {}
             if not member.until and not member.claims:
                 del self.members[worker]
         self.lingering = [each for each in self.lingering if each[2] > now]
@@ -249,7 +257,8 @@ class Table:
         granted = max(claim.held, min(fair, claim.limit - held))
         if claim.alone and held > spent:  # two workers that hold what each can only use alone would wait forever
             granted = claim.held
-        total, wanting = held + granted, any(each.claims[name].want > each.claims[name].held for each in others)
+        total = held + granted
+        wanting = any(each.claims[name].want > each.claims[name].held for each in others)
         even = total == claim.limit or (total < claim.limit and not wanting and claim.want <= granted)
         return Grant(granted, fair, spent, held - spent, search, leader == worker, even)
 

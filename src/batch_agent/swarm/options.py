@@ -207,7 +207,8 @@ class CallOptions:
             response.parsed = parse_output(response.text, self.schema).value
         except OutputError as error:
             cut = " (it was cut: raise max_tokens)" if response.finish_reason == "length" else ""
-            response.success, response.error = False, f"the answer does not fit the schema{cut}: {error}"
+            response.success = False
+            response.error = f"the answer does not fit the schema{cut}: {error}"
         return response
 
 

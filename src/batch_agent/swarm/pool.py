@@ -49,7 +49,11 @@ class PoolCall:
         self, pool: AgentPool, prompts: Sequence[str], options: CallOptions, form: Form, sink: Sink | None = None
     ) -> None:
         options.check_lengths(len(prompts))
-        self.pool, self._prompts, self._options, self._form, self._sink = pool, prompts, options, form, sink
+        self.pool = pool
+        self._prompts = prompts
+        self._options = options
+        self._form = form
+        self._sink = sink
         self._found: list[Response | None] = [None] * (len(prompts) * options.n)
         self._reported = False
 
@@ -240,7 +244,8 @@ class AgentPool(Members):
             (tokens,) = await self._token_limits(agent_index, [prompt], options)
         except BackendError as error:
             return [Response.failed(error, agent_index) for _ in range(options.n)]
-        server, body = self._servers[agent_index], self._body(form, [prompt], replace(options, max_tokens=tokens))
+        server = self._servers[agent_index]
+        body = self._body(form, [prompt], replace(options, max_tokens=tokens))
         limit = self.timeout if form is CHAT else self._list_limit(1)
         requests = options.n if form is GENERATE else 1  # each of which gives one answer
         asking = [self._net.ask(server, form.path, body, limit, once=once) for _ in range(requests)]

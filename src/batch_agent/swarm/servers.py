@@ -81,7 +81,9 @@ class Exchange(Question):
     is the seconds of one attempt."""
 
     def __init__(self, slots: Slots, server: PoolServer, path: str, body: JsonObject | None, limit: float) -> None:
-        self._slots, self._server, self._limit = slots, server, limit
+        self._slots = slots
+        self._server = server
+        self._limit = limit
         self._route = server.route("GET" if body is None else "POST", path)
         self._data = None if body is None else written(body)
         self._timed_out = False
@@ -107,7 +109,8 @@ class Exchange(Question):
 
     async def send(self, endpoint: str) -> Reply:
         server, clock = self._server, asyncio.get_running_loop().time
-        sent_at, self.attempts = clock(), self.attempts + 1
+        sent_at = clock()
+        self.attempts += 1
         try:
             self.body = await server.client.send(self._route, self._data) or b""
         except (asyncio.CancelledError, Timeout) as error:
@@ -207,7 +210,8 @@ class Servers:
             self._dispatcher = Dispatcher(self, self.limit, servers={**servers, "": ServerState()}, max_outage=inf)
             *endpoints, self._unjudged = self._dispatcher.scheduler.endpoints
             for server, endpoint in zip(self._all, endpoints, strict=True):
-                server.lane, server.context_lock = endpoint, asyncio.Lock()
+                server.lane = endpoint
+                server.context_lock = asyncio.Lock()
                 endpoint.health.patient = True  # prompts differ in length: how long others took is no evidence
         return self._dispatcher
 
@@ -404,7 +408,9 @@ def _share(usage: Usage, prompts: Sequence[str], responses: Sequence[Response]) 
 
 def _shares(total: int, weights: Sequence[int]) -> list[int]:
     whole = sum(weights)
-    shares, given, passed = [], 0, 0
+    shares = []
+    given = 0
+    passed = 0
     for place, weight in enumerate(weights, start=1):
         passed += weight
         upto = total * passed // whole if whole else total * place // len(weights)

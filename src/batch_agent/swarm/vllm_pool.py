@@ -94,7 +94,8 @@ class VLLMPool(AgentPool):
     async def _post_list(self, call: PoolCall, agent_index: int, items: Sequence[Item], options: CallOptions) -> None:
         """Send one agent its prompts, in as few requests as possible: those with equal token limits and seeds together.
         A list that is refused is split."""
-        n, form = options.n, CHAT_LIST if options.is_chat else COMPLETIONS
+        n = options.n
+        form = CHAT_LIST if options.is_chat else COMPLETIONS
         try:
             limits = await self._token_limits(agent_index, [prompt for _, prompt in items], options)
         except BackendError as error:

@@ -70,7 +70,9 @@ class BatchServer(MessagesServer):
         invalid: str = "",
     ) -> None:
         super().__init__(script, host=host, port=port, models=models, api_key=api_key)
-        self.polls, self.expires_after, self.invalid = polls, expires_after, invalid
+        self.polls = polls
+        self.expires_after = expires_after
+        self.invalid = invalid
         self.jobs: list[BatchJob] = []
         self.refuse_next: list[int] = []
         self.drop_next = 0
@@ -177,8 +179,10 @@ class BatchServer(MessagesServer):
         try:
             rows = [read_object(line) for line in lines]
         except RequestRefused as error:
-            rows, job.wrong = [], f"a line of the file is not a JSON object: {error}"
-        ids, bodies = [str(row.get("custom_id")) for row in rows], [mapping(row.get("body")) for row in rows]
+            rows = []
+            job.wrong = f"a line of the file is not a JSON object: {error}"
+        ids = [str(row.get("custom_id")) for row in rows]
+        bodies = [mapping(row.get("body")) for row in rows]
         if any(row.get("url") != CHAT or row.get("method") != "POST" for row in rows):
             job.wrong = f"each line needs the method POST and the url {CHAT}"
         elif len({str(body.get("model")) for body in bodies}) > 1:

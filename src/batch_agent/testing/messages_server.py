@@ -204,7 +204,9 @@ class PromptCache:
 
     def usage(self, body: JsonObject) -> Usage:
         """Return the tokens of the prompt: all, those found, and those newly stored."""
-        digest, tokens, places = hashlib.sha256(str(body.get("model")).encode()), 0, []
+        digest = hashlib.sha256(str(body.get("model")).encode())
+        tokens = 0
+        places = []
         for block in _in_order(body):
             bare = orjson.dumps({name: part for name, part in block.items() if name != "cache_control"})
             digest.update(bare)

@@ -293,7 +293,9 @@ class VllmMetrics:
 
 def engine_metrics(engine: SimulatedEngine) -> str:
     now = asyncio.get_running_loop().time()
-    model, counters, load = engine.model, engine.reading(now).counters, engine_load(engine, now)
+    model = engine.model
+    counters = engine.reading(now).counters
+    load = engine_load(engine, now)
     source, ended = "Prompt tokens by where their KV came from", "Requests that ended, by reason"
     told = VllmMetrics(model.name, "simulated")
     told.put("num_requests_running", "Requests in the running batch", load.running)
@@ -357,7 +359,8 @@ class SimulatedServer(ModelServer):
     def _generate(self, request: Request) -> Iterator[AsyncIterator[Piece]]:
         work = [*self._work(request)]
         tokens: asyncio.Queue[tuple[Sequence, int]] = asyncio.Queue()
-        priority, params = request.body.get("priority"), request.body.get("kv_transfer_params")
+        priority = request.body.get("priority")
+        params = request.body.get("kv_transfer_params")
         sequences = self.runner.start(
             [(prompt, answer.output) for prompt, answer in work],
             lambda sequence: tokens.put_nowait((sequence, sequence.generated)),

@@ -196,9 +196,13 @@ class Session:
         self, place: StorePlace, store: RunStore, rows: Sequence[Row], how: Resuming, facts: JsonObject
     ) -> None:
         store.open(how)
-        self.place, self.store, self.facts = place, store, facts
+        self.place = place
+        self.store = store
+        self.facts = facts
         opened = store.open_feed(facts, how)
-        self.number, self.position, self.previous = opened.number, opened.position, opened.previous
+        self.number = opened.number
+        self.position = opened.position
+        self.previous = opened.previous
         self.answers = [None if got is None else place.read_result(got) for got in store.feed(self.number, rows)]
         self.work = place.worker(store)
         self.worker = self.work.join({})

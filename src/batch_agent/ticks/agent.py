@@ -86,7 +86,9 @@ class Action:
 
     def marked(self, source: ActionSource, seen_tick: int | None) -> Action:
         action = copy(self)
-        action.parameters, action.source, action.seen_tick = dict(self.parameters or {}), source, seen_tick
+        action.parameters = dict(self.parameters or {})
+        action.source = source
+        action.seen_tick = seen_tick
         return action
 
     def as_json(self) -> JsonObject:
@@ -255,7 +257,8 @@ def _fitted(tool: Tool, params: JsonObject) -> JsonObject:
 def _of_description(value: Mapping[object, object]) -> ToolSpec:
     inner = value.get("function")
     described = inner if isinstance(inner, Mapping) else value
-    name, parameters = described.get("name"), described.get("parameters", described.get("input_schema"))
+    name = described.get("name")
+    parameters = described.get("parameters", described.get("input_schema"))
     if not isinstance(name, str) or not name:
         raise SpecError(f"a tool's description has no name: {dict(value)!r}")
     if parameters is None:

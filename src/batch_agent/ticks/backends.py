@@ -117,7 +117,9 @@ class TickBackend:
         self.backend = backend
         self.dispatcher: Dispatcher | None = None  # while it is open
         self._observer = Observer() if observer is None else observer
-        self._model, self._sampling, self._timeout = model, sampling, timeout
+        self._model = model
+        self._sampling = sampling
+        self._timeout = timeout
         self._max_inflight = max_inflight
         # A server that batches by itself works better with single requests: in a list the slowest delays the others.
         self._together = isinstance(backend, UsersBackend) and backend.capabilities.batch
@@ -149,7 +151,8 @@ class TickBackend:
             with suppress(SpecError):
                 backend.check(RequestShape(self._model, seed=0))
                 self._takes_seeds = not self._together
-            one, most = len(backend.servers) == 1, self._max_inflight or backend.capabilities.default_inflight
+            one = len(backend.servers) == 1
+            most = self._max_inflight or backend.capabilities.default_inflight
             start = None if most is not None else START if one else FLEET_START
             terms = Terms(most, start, by_clock=one, given=self._max_inflight is not None)
             dispatcher = Dispatcher(backend, most, servers=backend.servers, terms=terms, max_outage=inf)
@@ -233,7 +236,8 @@ class TickBackend:
         key = form.text, native, temperature, max_tokens
         shape = self._shapes.get(key)
         if shape is None:
-            sampling, offered = self._sampling, () if native or self._together else form.tools
+            sampling = self._sampling
+            offered = () if native or self._together else form.tools
             shape = RequestShape(
                 model=self._model or "",
                 max_tokens=sampling.max_tokens if max_tokens is None else max_tokens,
@@ -451,7 +455,8 @@ class UsersBackend(Backend):
 
     def __init__(self, generator: object, workers: int) -> None:
         self._generator = generator
-        self._one, self._many = method_of(generator, "generate"), method_of(generator, "generate_batch")
+        self._one = method_of(generator, "generate")
+        self._many = method_of(generator, "generate_batch")
         is_async = inspect.iscoroutinefunction(self._one or self._many)
         inflight = Capabilities().default_inflight if is_async else workers
         self._capabilities = Capabilities(streaming=False, default_inflight=inflight, batch=self._many is not None)

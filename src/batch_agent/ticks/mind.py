@@ -114,7 +114,9 @@ class Mind:
         self.took = 0.0  # seconds that its last answered request took
         self.gone = ""  # why the agent no longer decides
         self._last: Decision[object] | None = None  # the last one that came from a thought
-        self._overlap, self._skips, self._repeats = overlap, skip_unchanged, repeat_last
+        self._overlap = overlap
+        self._skips = skip_unchanged
+        self._repeats = repeat_last
         self._newest: int | None = None
         self._observed: object = UNSEEN  # by the latest thought
         self._spare: Thought | None = None
@@ -128,7 +130,10 @@ class Mind:
     def forget(self) -> list[Thought]:
         """Drop all thoughts and the last action. Return the thoughts to cancel."""
         under_way = [thought for thought in self.thoughts if not thought.ended]
-        self.thoughts, self._last, self._spare, self._observed = [], None, None, UNSEEN
+        self.thoughts = []
+        self._last = None
+        self._spare = None
+        self._observed = UNSEEN
         return under_way
 
     def give_up_lost(self, now: float) -> None:
@@ -136,7 +141,9 @@ class Mind:
         for thought in self.thoughts:
             patience = thought.patience
             if patience is not None and patience.is_over(thought.sent_at, now, own=self.took, losses=thought.losses):
-                thought.sent_at, thought.left, thought.losses = inf, False, thought.losses + 1
+                thought.sent_at = inf
+                thought.left = False
+                thought.losses += 1
                 thought.tick = thought.tick if self._newest is None else self._newest
                 if thought.limit is not None and not thought.limit.expired():
                     thought.limit.reschedule(now)
@@ -157,7 +164,9 @@ class Mind:
                 return self._begin(tick, observation, now, due, latest)
             latest.awaited = True
             if not latest.left:
-                latest.tick, latest.due, self._observed = tick, due, observation
+                latest.tick = tick
+                latest.due = due
+                self._observed = observation
             return latest
         # Observations that cannot be compared, such as arrays, count as changed.
         if self._skips and self._last is not None and tried(lambda: bool(observation == self._observed), False):

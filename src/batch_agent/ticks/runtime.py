@@ -120,11 +120,16 @@ class TickRuntime(Generic[A]):
         self.deadline = deadline
         self.running = False
         self._schema = OutputSchema.of(schema)
-        self._tools, self._fallback = tuple(tools), fallback
+        self._tools = tuple(tools)
+        self._fallback = fallback
         if self._schema is not None and self._tools:
             raise SpecError("an action is a call of one of the tools or a value of the schema: give one of the two")
-        self.backend, self.max_workers, self.max_inflight, self.timeout = backend, max_workers, max_inflight, timeout
-        self.system_prompt, self.sampling = system_prompt, sampling or Sampling()
+        self.backend = backend
+        self.max_workers = max_workers
+        self.max_inflight = max_inflight
+        self.timeout = timeout
+        self.system_prompt = system_prompt
+        self.sampling = sampling or Sampling()
         self._model, self._api_key = model, api_key
         self._rules = {"overlap": overlap, "skip_unchanged": skip_unchanged, "repeat_last": repeat_last}
         self._trace = None if trace is None else Trace(Path(trace))
@@ -453,7 +458,9 @@ class Thinker:
     """
 
     def __init__(self, runtime: TickRuntime[Any], closed: Callable[[], None]) -> None:
-        self._runtime, self._closed, deadline = runtime, closed, runtime.deadline
+        self._runtime = runtime
+        self._closed = closed
+        deadline = runtime.deadline
         self.loop = asyncio.get_running_loop()
         self.backends: dict[object, TickBackend] = {}  # by ``backend_key``
         self._prefix = lru_cache(PREFIXES)(lambda text: Conversation([Message("system", text)]))  # serialised once
@@ -561,7 +568,8 @@ class Thinker:
             context = guarded("_build_context", agent._build_context)
             if not isinstance(context, str):
                 raise WorkerFailed(f"_build_context returned a {type(context).__name__}, not text")
-            thought.prompt, thought.left = encodable(context), True
+            thought.prompt = encodable(context)
+            thought.left = True
         system = encodable(agent.system_text(self._runtime.system_prompt))
         return backend.request(
             Conversation([Message("user", thought.prompt), *said], parent=self._prefix(system) if system else None),

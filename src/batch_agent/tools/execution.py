@@ -497,7 +497,9 @@ class PendingCall:
             self._execution.waiting[self._told] = None
 
     def _told(self) -> None:
-        tell, self._tell, end = self._tell, None, self._execution.end
+        tell = self._tell
+        self._tell = None
+        end = self._execution.end
         if tell is None or end is None:
             return
         if self._joined and isinstance(end, ToolOutcome):

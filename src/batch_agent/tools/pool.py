@@ -172,7 +172,8 @@ class ToolPool:
         prewarm_max_age: float | None = None,
         once: Once | None = None,
     ) -> None:
-        self._on_loop, self._in_threads = CallSlots(ASYNC_CALLS), CallSlots(THREADS)
+        self._on_loop = CallSlots(ASYNC_CALLS)
+        self._in_threads = CallSlots(THREADS)
         self._offers: dict[str, _Offer] = {}
         self._timeout = timeout
         self._spawn = spawn
@@ -438,10 +439,13 @@ class ToolPool:
 
     async def _join_batch(self, offer: _Offer, arguments: Arguments, execution: Execution) -> None:
         """Run a call for one key, as a part of the batch that collects keys, or of a new batch."""
-        batching, batch, joins = offer.tool.batching, offer.gathering, True
+        batching = offer.tool.batching
+        batch = offer.gathering
+        joins = True
         assert batching is not None and execution.key is not None
         if batch is None or not batch.execution.interested or len(batch.keys) >= batching.max_batch:
-            batch, joins = Batch(Execution(offer.tool.name, None, execution.asked, self._traffic)), False
+            batch = Batch(Execution(offer.tool.name, None, execution.asked, self._traffic))
+            joins = False
             self._begin(batch.execution, self._carry_out_batch(offer, batching, batch))
             offer.gathering = batch
         _, identity = execution.key

@@ -24,7 +24,9 @@ def log_ratio(bad: float, wrong: float, drawn: float, rows: int, b: float) -> fl
     drawn and ``wrong`` were wrong. Infinite if that table cannot have given these rows."""
     if bad < wrong or rows - bad < drawn - wrong:
         return math.inf
-    a, good, log = PRIOR_A, drawn - wrong, math.lgamma
+    a = PRIOR_A
+    good = drawn - wrong
+    log = math.lgamma
     expected = log(a + wrong) + log(b + good) - log(a + b + drawn) - log(a) - log(b) + log(a + b)
     # The probability of these rows in this order, without replacement.
     if drawn == rows:

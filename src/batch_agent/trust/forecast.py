@@ -55,7 +55,8 @@ def plan(
     """Return the cheapest way to a promise that holds. ``done``: rows in each band that people have judged. ``shares``:
     the wrong share of the rows that come, for each threshold. ``first``: rows of the audit's first step. ``repairs``:
     False if the rows that are sent on cost people nothing."""
-    tables, shares = walk.tables, shares or rates(walk)
+    tables = walk.tables
+    shares = shares or rates(walk)
     rest = walk.drawn_from - walk.drawn
     judged, behind = sum(done), [0] * len(walk.most)
     for place in range(len(behind)):

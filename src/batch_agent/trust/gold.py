@@ -320,7 +320,8 @@ def field_of(schema: JsonObject | None, name: str, *, known: bool = True) -> Gol
     whole = isinstance(properties, dict) and name in properties
     for step in [name] if whole else steps_of(name):
         node, inner = _inside(node, step, schema, f"{name!r}", reached)
-        nullable, reached = nullable or inner, f"{reached}.{step}" if reached else step
+        nullable = nullable or inner
+        reached = f"{reached}.{step}" if reached else step
     return _typed(name, node, nullable, schema)
 
 
@@ -378,7 +379,8 @@ def _typed(name: str, node: JsonObject, nullable: bool, root: JsonObject) -> Gol
         values = merged
     kind: Kind
     if isinstance(values, list):
-        kind, nullable = "class", nullable or None in values
+        kind = "class"
+        nullable = nullable or None in values
         if all(isinstance(value, bool) for value in values) and len(values) == 2:
             kind = "boolean"
     else:

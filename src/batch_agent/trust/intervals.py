@@ -81,7 +81,8 @@ def grouped(groups: Iterable[tuple[int, int]]) -> Share | None:
     counts = [each for each in groups if each[1]]
     if (number := len(counts)) < FEWEST_GROUPS:
         return None
-    right, rows = sum(each[0] for each in counts), sum(each[1] for each in counts)
+    right = sum(each[0] for each in counts)
+    rows = sum(each[1] for each in counts)
 
     def effective(level: float) -> float:
         if right in (0, rows):
@@ -229,7 +230,9 @@ def hypergeometric_tail(least: int, rows: int, good: int, population: int) -> fl
         return 0.0
     if least * population < rows * good:  # below the mean: the other tail is shorter, and exact enough
         return 1 - _sum_down(least - 1, rows, good, population, smallest)
-    total, term, found = 0.0, _hypergeometric(least, rows, good, population), least
+    total = 0.0
+    term = _hypergeometric(least, rows, good, population)
+    found = least
     while found <= largest:
         total += term
         if term <= total * 1e-17:
@@ -240,7 +243,9 @@ def hypergeometric_tail(least: int, rows: int, good: int, population: int) -> fl
 
 
 def _sum_down(most: int, rows: int, good: int, population: int, smallest: int) -> float:
-    total, term, found = 0.0, _hypergeometric(most, rows, good, population), most
+    total = 0.0
+    term = _hypergeometric(most, rows, good, population)
+    found = most
     while found >= smallest:
         total += term
         if term <= total * 1e-17 or found == smallest:

@@ -216,7 +216,10 @@ class Walk:
     so a bound for one look is enough, which is tighter."""
 
     def __init__(self, tables: Tables, error: float = ERROR, fixed: int | None = None) -> None:
-        self.tables, self.error, self.most, self.fixed = tables, error, tables.most(), fixed
+        self.tables = tables
+        self.error = error
+        self.most = tables.most()
+        self.fixed = fixed
         self.drawn = 0
         self.wrong = [0] * len(self.most)
         self.seen = [0] * (len(self.most) + 1)  # audited rows in each band

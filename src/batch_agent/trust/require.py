@@ -131,11 +131,9 @@ def _read(text: str) -> Requirement:
     found = _FORM.fullmatch(text)
     if found is None:
         raise SpecError(f"require: {text!r} is not {FORM}. {listed}")
-    metric, of, operator = (
-        found["metric"],
-        found["of"],
-        {"≥": ">=", "≤": "<="}.get(found["operator"], found["operator"]),
-    )
+    metric = found["metric"]
+    of = found["of"]
+    operator = {"≥": ">=", "≤": "<="}.get(found["operator"], found["operator"])
     if metric in APPROXIMATE:
         raise SpecError(f"require: {text!r}: {metric} is approximate, so nothing can be decided by it. {listed}")
     if metric not in METRICS:

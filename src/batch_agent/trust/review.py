@@ -128,7 +128,9 @@ class Review:
         overlap: float,
         fits: Callable[[JsonValue, Queue], bool] = lambda output, queue: True,
     ) -> None:
-        self._same, self._overlap, self._fits = same, overlap, fits
+        self._same = same
+        self._overlap = overlap
+        self._fits = fits
         self._order = KeyedOrder(OVERLAP_KEY)
         self.clear()
 
@@ -275,7 +277,9 @@ class Review:
     def next_of(self, places: Iterable[ReviewRow], name: str, now: float) -> ReviewRow | None:
         """Return the row that a person gets next: the one that the person holds, else the first that waits; rows that
         the person has skipped come last."""
-        who, first, last = person(name), None, None
+        who = person(name)
+        first = None
+        last = None
         fewest = 0
         for place in places:
             judged = self._rows.get((place.row, place.queue))
@@ -336,7 +340,8 @@ class Review:
 
     def has_seen(self, row: int, name: str, only: Queue | None = None) -> bool:
         """Return whether a row was given to a person; with ``only``, in this queue."""
-        who, queues = person(name), QUEUES if only is None else (only,)
+        who = person(name)
+        queues = QUEUES if only is None else (only,)
         every = [judged for queue in queues if (judged := self._rows.get((row, queue))) is not None]
         said = [event for judged in every for event in (*judged.standing, *judged.skips)]
         return any(who in judged.leases for judged in every) or any(person(event.who) == who for event in said)
@@ -345,7 +350,8 @@ class Review:
 
     def left(self, places: Iterable[ReviewRow], name: str = "") -> dict[Queue, Left]:
         """Return what is left of each queue."""
-        counts, who = {queue: [0] * len(Left._fields) for queue in QUEUES}, person(name)
+        counts = {queue: [0] * len(Left._fields) for queue in QUEUES}
+        who = person(name)
         for place in places:
             count, judged = counts[place.queue], self._rows.get((place.row, place.queue))
             verdict = PeopleVerdict() if judged is None else self.verdict(place.row, place.queue, place.input)

@@ -252,7 +252,8 @@ class _Marks:
 
     def copy(self) -> _Marks:
         marks = copy(self)
-        marks.pairs, marks.pending_of = self.pairs.copy(), self.pending_of.copy()
+        marks.pairs = self.pairs.copy()
+        marks.pending_of = self.pending_of.copy()
         return marks
 
 
@@ -278,7 +279,8 @@ class _Tally:
         tally = copy(self)
         tally.groups = defaultdict(_Marks, {group: marks.copy() for group, marks in self.groups.items()})
         tally._golds = None if self._golds is None else {*self._golds}
-        tally._answers, tally._gold_seen = {*self._answers}, {*self._gold_seen}
+        tally._answers = {*self._answers}
+        tally._gold_seen = {*self._gold_seen}
         tally._errors = None if self._errors is None else self._errors[:]
         tally._sums = [*self._sums]
         return tally
@@ -429,7 +431,8 @@ class _Frame:
         return self._estimate(counts, None)
 
     def _estimate(self, counts: Mapping[object, tuple[int, int]], population: int | None) -> Estimate:
-        right, rows = sum(each[0] for each in counts.values()), sum(each[1] for each in counts.values())
+        right = sum(each[0] for each in counts.values())
+        rows = sum(each[1] for each in counts.values())
         value = right / rows if rows else None
         found: Share | None
         if self.basis == "counted" and value is not None:
@@ -623,7 +626,9 @@ def _class_score(
         said = sum(count for (_, answer), count in counts.items() if answer == name)
         answered[group], has[group] = (both, said), (both, here + waits)
         either[group] = both, here + waits + said - both
-        rows, answers, right = rows + here, answers + said, right + both
+        rows += here
+        answers += said
+        right += both
     union = rows + answers - right
     f1 = frame.of_some(either)
     return ClassScore(

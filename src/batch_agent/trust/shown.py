@@ -26,7 +26,9 @@ def brief_lines(score: JsonObject) -> Iterator[str]:
     for name, found in every.items():
         if not isinstance(found, dict):
             continue
-        value, low, most = found.get("accuracy"), found.get("bound"), found.get("majority")
+        value = found.get("accuracy")
+        low = found.get("bound")
+        most = found.get("majority")
         low = None if low == value else low  # it is counted
         if not isinstance(value, float | int):
             yield f"{name}  no row with gold is finished"
@@ -121,7 +123,9 @@ def _details(found: FieldScore) -> Iterator[str]:
     if found.interval is not None and found.rows and not _is_counted(found.accuracy, found.interval):
         yield f"interval {_interval(found.interval)}"
     if found.errors is not None:
-        middle, mean, bias = found.errors.median, found.errors.mean, found.errors.bias
+        middle = found.errors.median
+        mean = found.errors.mean
+        bias = found.errors.bias
         if middle is not None:
             yield f"median error {_number(middle.value)}, at most {_number(middle.at_most)}"
         if mean is not None and bias is not None:

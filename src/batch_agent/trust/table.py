@@ -23,7 +23,10 @@ from batch_agent.trust.order import PILOT_KEY, SEALED_KEY, KeyedOrder
 from batch_agent.trust.require import Requirement, check_requirements, with_required
 from batch_agent.trust.score import DIGESTS, LONGEST_CLASS, Basis, Score, Scorer, gold_text
 
-SCORED, LEFT_OUT, WAITING = 1, 2, 3  # marks of rows with a result: scored, no part of the score, not in the digests yet
+# Marks of rows with a result.
+SCORED = 1
+LEFT_OUT = 2  # no part of the score
+WAITING = 3  # not in the digests yet
 NAMED_TOGETHER, LARGEST_BYTE = 64, 255
 
 MOST_KINDS = 10_000  # rows with different gold or answers that are counted together with equal ones
@@ -60,7 +63,8 @@ class GoldTable:
 
     def __init__(self, *, by_name: bool = False) -> None:
         self.by_name = by_name
-        self._names, self._sizes = bytearray(), bytearray()  # the ids, and the bytes of each
+        self._names = bytearray()  # the ids
+        self._sizes = bytearray()  # the bytes of each id
         self._starts = array("q")  # where the id of each 64th row begins
         self._long: dict[int, bytes] = {}  # ids that are kept apart, by place
         self._codes: bytearray | array[int] = bytearray()
@@ -151,7 +155,9 @@ class GoldTable:
     def add_digests(self, places: Iterable[int], digests: dict[str, int]) -> None:
         """Add ``gold_digests`` of these rows to sums of them."""
         ends: dict[int, list[tuple[str, str]]] = {}
-        sums, names, codes = dict.fromkeys(digests, 0), self._name, self._codes
+        sums = dict.fromkeys(digests, 0)
+        names = self._name
+        codes = self._codes
         for place in places:
             name, code = names(place), codes[place]
             begin, own = f"{len(name)}:{name}", ends.get(code)
@@ -227,11 +233,17 @@ class Scoring:
         prompt. ``sources`` returns the fields of rows by id, for columns that the rows do not have: a row of the last
         stage of a pipeline may not have the columns of the inputs. ``open_sealed``: the rows whose gold was sealed are
         scored, and no others."""
-        self._gold, self._table, self._options = gold.with_rules(options.tolerance, options.judges), table, options
-        self._keeps_wrong, self._open_sealed, self._left_out = keeps_wrong, open_sealed, left_out
+        self._gold = gold.with_rules(options.tolerance, options.judges)
+        self._table = table
+        self._options = options
+        self._keeps_wrong = keeps_wrong
+        self._open_sealed = open_sealed
+        self._left_out = left_out
         self._sealing = KeyedOrder(SEALED_KEY) if options.sealed or open_sealed else None
-        self._seen, self._checked = bytearray(), False
-        self._sources, self._source_rows = sources, dict[str, Mapping[str, object]]()
+        self._seen = bytearray()
+        self._checked = False
+        self._sources = sources
+        self._source_rows = dict[str, Mapping[str, object]]()
         self._scorer = self._new(self._gold)
         # Without a schema the types are those of the answers: rows are kept until these are known.
         self._held: list[tuple[int, _Told]] | None = None

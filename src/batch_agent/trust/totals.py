@@ -40,11 +40,15 @@ def total(values: Sequence[float], population: int) -> Total:
     tail = (1 - LEVEL) / 2
     if count >= LARGE:
         two, one = t_quantile(1 - tail, count - 1), t_quantile(LEVEL, count - 1)
-        low, high, most = -two, two, one
+        low = -two
+        high = two
+        most = one
     else:
         draws = _studentized(values, mean)
         # The quantiles change sides: a draw far below the truth means that the truth is far above.
-        low, high, most = -_quantile(draws, 1 - tail), -_quantile(draws, tail), -_quantile(draws, 1 - LEVEL)
+        low = -_quantile(draws, 1 - tail)
+        high = -_quantile(draws, tail)
+        most = -_quantile(draws, 1 - LEVEL)
     # The rows that were seen are known, and no row costs less than nothing.
     floor = seen if min(values) >= 0 else -math.inf
     return Total(

@@ -187,7 +187,9 @@ class Voting:
         seed: int | None = None,
         takes_seed: bool = True,
     ) -> None:
-        self.samples, self.rules, self.stops = samples, rules, stops
+        self.samples = samples
+        self.rules = rules
+        self.stops = stops
         self._seed, self._takes_seed = seed, takes_seed
 
     def seed_of(self, number: int, row: bytes) -> int | None:

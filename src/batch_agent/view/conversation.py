@@ -23,7 +23,8 @@ from batch_agent.record.timeline import Line
 
 def prompts(asked: JsonObject, value: object) -> tuple[str, str | None]:
     """Return the system prompt and the message of a row; None for a message that cannot be made again."""
-    system, task = str(asked.get("system") or ""), str(asked.get("task") or "")
+    system = str(asked.get("system") or "")
+    task = str(asked.get("task") or "")
     if asked.get("template") != "braces" or not task:
         return system, None
     hoisted = asked.get("hoisted")

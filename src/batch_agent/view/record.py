@@ -661,7 +661,8 @@ class RunRecord:
         first = min((cast(float, line[1]) for line in lines), default=None)
         ends = (*(line[1] for line in (*found.samples, *found.changes)), *(span[2] for span in found.spans))
         last = max((cast(float, end) for end in ends), default=None)
-        low, high = since if since is not None else first or 0.0, until if until is not None else last or 0.0
+        low = since if since is not None else first or 0.0
+        high = until if until is not None else last or 0.0
         spans = [span for span in found.spans if cast(float, span[2]) >= low and cast(float, span[1]) <= high]
         return {
             "from": first,

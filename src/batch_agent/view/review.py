@@ -107,7 +107,10 @@ class ReviewApi:
 
     async def _judge(self, request: web.BaseRequest) -> web.Response:
         asked = await _body(request)
-        who, only, row, queue = _who(asked), _queue(asked, "only"), asked.get("row"), _queue(asked)
+        who = _who(asked)
+        only = _queue(asked, "only")
+        row = asked.get("row")
+        queue = _queue(asked)
         kind, digest = asked.get("kind"), asked.get("input")
         if not isinstance(row, int) or isinstance(row, bool) or queue is None:
             raise RequestRefused(400, "row must be the number of a row, and queue audit or repair")

@@ -62,7 +62,9 @@ class Guard:
             raise RequestRefused(403, "the page is not served at this port")
         if "Origin" not in request.headers and request.method not in ("GET", "HEAD"):
             raise RequestRefused(403, "requests from other pages are refused")
-        given, name, token = request.query.get("token", ""), self.cookie, self.token
+        given = request.query.get("token", "")
+        name = self.cookie
+        token = self.token
         if not same_secret(given, token) and not same_secret(request.cookies.get(name, ""), token):
             name, token = self._reviewer(request, given)
         response = await self._handler(request)

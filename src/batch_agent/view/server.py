@@ -37,7 +37,10 @@ SOON = 0.03  # seconds that a page waits for the index
 class ViewServer:
     def __init__(self, runs: ShownRuns, host: str = "127.0.0.1", port: int = 0, *, review: str = "") -> None:
         """``review``: the address is the link for the reviewers of the run with this key."""
-        self._runs, self._host, self._port, self._reviewed = runs, host, port, review
+        self._runs = runs
+        self._host = host
+        self._port = port
+        self._reviewed = review
         self._review = ReviewApi(runs.place)
         self._guard = Guard(self._routes(), is_review)
         self._streams: set[asyncio.Task[object]] = set()
@@ -130,7 +133,8 @@ class ViewServer:
         run, query = self._run(request), _query(request.query)
         await run.indexed(SOON)
         sort, descending = _sorting(request.query)
-        offset, limit = _number(request, "offset", 0), min(MOST_ROWS, _number(request, "limit", 50))
+        offset = _number(request, "offset", 0)
+        limit = min(MOST_ROWS, _number(request, "limit", 50))
         return _json(await run.do(lambda: run.record.rows(query, sort, descending, offset, limit)))
 
     async def _row(self, request: web.BaseRequest) -> web.Response:
@@ -144,8 +148,10 @@ class ViewServer:
         return _json(await run.do(lambda: run.record.timeline(since, until, MOST_SPANS)))
 
     async def _compare(self, request: web.BaseRequest) -> web.Response:
-        one, other = self._runs.of(request.query.get("a", "")), self._runs.of(request.query.get("b", ""))
-        offset, limit = _number(request, "offset", 0), min(MOST_ROWS, _number(request, "limit", 50))
+        one = self._runs.of(request.query.get("a", ""))
+        other = self._runs.of(request.query.get("b", ""))
+        offset = _number(request, "offset", 0)
+        limit = min(MOST_ROWS, _number(request, "limit", 50))
         return _json(await compare(one, other, offset, limit))
 
     async def _export(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -157,7 +163,9 @@ class ViewServer:
                 name = f"{one.record.run.title}-{other.record.run.title}.csv"
                 write_flat(await differing_rows(one, other), file)
             else:
-                run, query, (sort, descending) = self._run(request), _query(asked), _sorting(asked)
+                run = self._run(request)
+                query = _query(asked)
+                sort, descending = _sorting(asked)
                 name = f"{run.record.run.title}.{kind}"
 
                 def write() -> None:

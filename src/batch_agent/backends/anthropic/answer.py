@@ -192,7 +192,9 @@ class MessageAnswer:
             self._on_tool_call(call)
 
     def _good_stop(self) -> str:
-        stop, faults, text = self.stop, self._naming.faults, self._joined("text")
+        stop = self.stop
+        faults = self._naming.faults
+        text = self._joined("text")
         usage = self._usage()
         if stop is None:
             raise faults.bad("the answer has no stop_reason, so it may be incomplete", text=text)
@@ -219,7 +221,8 @@ class MessageAnswer:
 
     def _usage(self) -> Usage:
         counts = self._counts
-        cached, written = counted(counts, "cache_read_input_tokens"), counted(counts, "cache_creation_input_tokens")
+        cached = counted(counts, "cache_read_input_tokens")
+        written = counted(counts, "cache_creation_input_tokens")
         # Cached tokens are counted apart from the rest of the prompt.
         return Usage(
             counted(counts, "input_tokens") + cached + written,

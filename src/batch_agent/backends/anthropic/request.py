@@ -187,9 +187,14 @@ class MessagesView:
 
     def fork(self) -> Self:
         other = type(self)()
-        other.system, other._closed, other._asked = self.system.copy(), self._closed.copy(), self._asked.copy()
-        other._answer, other._open = self._answer.copy(), self._open.copy()
-        other.size, other._results, other._owed = self.size, self._results, self._owed
+        other.system = self.system.copy()
+        other._closed = self._closed.copy()
+        other._asked = self._asked.copy()
+        other._answer = self._answer.copy()
+        other._open = self._open.copy()
+        other.size = self.size
+        other._results = self._results
+        other._owed = self._owed
         return other
 
     def extend(self, messages: Sequence[Message]) -> None:
@@ -228,7 +233,9 @@ class MessagesView:
             exchange = (("user", self._asked), ("assistant", self._answer))
             self._closed += [{"role": role, "content": [*parts]} for role, parts in exchange if parts]
             self._asked = self._said_now() or [self.written(NO_WORDS)]
-            self._answer, self._open, self._results = blocks, [], 0
+            self._answer = blocks
+            self._open = []
+            self._results = 0
         self._owed = tuple(fit(call.id) for call in message.tool_calls)
 
     def _said_now(self) -> list[JsonObject]:
@@ -252,7 +259,8 @@ class Head:
     def body(self, view: MessagesView, *, is_last: bool) -> bytes:
         """Return the body with at most three marks: after the prefix that all agents share; after the last question, if
         the previous turn cached something; and at the end, unless this is the last turn."""
-        tools, system = self.tools or view.called_tools(), [*view.system, *self.told]
+        tools = self.tools or view.called_tools()
+        system = [*view.system, *self.told]
         shared = sum(map(len, tools)) + sum(map(len, system))
         if shared >= self.cached_from and system:
             system = view.marked(system)

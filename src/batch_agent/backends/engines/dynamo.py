@@ -71,7 +71,9 @@ class DynamoBackend(EngineBackend):
         if not told.samples(INFLIGHT):
             raise self._metrics.faults.bad("these are not the metrics of a Dynamo frontend that has served a request")
         waiting = told.count(PENDING) or 0
-        blocks, size, workers = told.mean(BLOCKS), told.mean(BLOCK_TOKENS), told.count(WORKERS)
+        blocks = told.mean(BLOCKS)
+        size = told.mean(BLOCK_TOKENS)
+        workers = told.count(WORKERS)
         return Load(
             running=max(0, (told.count(INFLIGHT) or 0) - waiting),
             waiting=waiting,

@@ -26,7 +26,9 @@ class PinOrders:
         """Return what a request orders; None if there is nothing to order."""
         pin, key = "", _key(request)
         if request.pin_seconds:
-            pin, self._pinned[key], self.is_used = key, None, True
+            pin = key
+            self._pinned[key] = None
+            self.is_used = True
             if len(self._pinned) > MOST_PINNED:  # of agents that failed: their pins have expired
                 del self._pinned[next(iter(self._pinned))]
         elif key in self._pinned:

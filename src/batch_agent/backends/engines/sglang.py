@@ -38,7 +38,9 @@ from batch_agent.messages import JsonObject, Reply
 
 PORT = 30000
 LIST = 64  # texts in one request
-RUNNING, WAITING, USAGE = "sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage"
+RUNNING = "sglang:num_running_reqs"
+WAITING = "sglang:num_queue_reqs"
+USAGE = "sglang:token_usage"
 PROMPT, CACHED = "sglang:prompt_tokens_total", "sglang:cached_tokens_total"
 GENERATED, HOST = "sglang:generation_tokens_total", "sglang:hicache_host_total_tokens"
 FINISHED = "sglang:num_requests_total"
@@ -187,7 +189,9 @@ def _kv_tokens(info: JsonObject) -> int | None:
 def _host_tokens(info: JsonObject) -> int | None:
     """Tokens that the host's memory holds. It also has what is on the GPU, so it counts instead of that, not beside it.
     None without such a tier, or if its size is given in gigabytes."""
-    ratio, size, gpu = info.get("hicache_ratio"), info.get("hicache_size"), _kv_tokens(info)
+    ratio = info.get("hicache_ratio")
+    size = info.get("hicache_size")
+    gpu = _kv_tokens(info)
     if info.get("enable_hierarchical_cache") is not True or size or gpu is None or not isinstance(ratio, int | float):
         return None
     return int(gpu * ratio)

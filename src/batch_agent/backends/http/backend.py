@@ -133,7 +133,8 @@ class HttpClient:
     async def __aenter__(self) -> Self:
         proxy = self._transport.proxy_for(self._base)
         await self._transport.__aenter__()
-        self._proxy, self._origin = proxy, Origin.of(self._base, proxy)
+        self._proxy = proxy
+        self._origin = Origin.of(self._base, proxy)
         return self
 
     async def __aexit__(self, *exception: object) -> None:
@@ -166,7 +167,8 @@ class HttpClient:
                     return None
                 if on_limits is not None and LIMITED in response.names:
                     on_limits(response.headers)
-                streamed, response.limit_bytes = True, STREAM_ALLOWANCE * route.max_bytes
+                streamed = True
+                response.limit_bytes = STREAM_ALLOWANCE * route.max_bytes
                 return lambda chunk: run(taking, chunk)
 
         try:
@@ -303,7 +305,9 @@ class HttpBackend(Backend, Generic[Head]):
         refused: dict[str, Rejected] = {}
         while True:
             client = None if request.client is None else self.own_body(request)
-            shape, stream, receive = request.shape, None, None
+            shape = request.shape
+            stream = None
+            receive = None
             if client is None and shape.schema is not None and self._capabilities.schema_note:
                 request = replace(request, shape=(shape := self.without_schema(shape)))
             if shape.logprobs and not self._capabilities.logprobs:
@@ -371,7 +375,9 @@ class HttpBackend(Backend, Generic[Head]):
     ) -> Reply:
         """Send a client's own request. The Reply has its whole answer, even if that was cut or filtered."""
         fields, headers = self.write_own(client, request)
-        relay, clock, end = request.relay, asyncio.get_running_loop().time, _StreamEnd()
+        relay = request.relay
+        clock = asyncio.get_running_loop().time
+        end = _StreamEnd()
         own = client.wire == self.wire
         request.said.clear()  # from an earlier attempt
         stream = self.read_stream(naming, lambda call: None, clock, request.said) if relay and own else None

@@ -368,7 +368,8 @@ class AnswerReader(ABC):
     def __init__(self, naming: Naming, on_tool_call: OnToolCall, clock: Callable[[], float], said: list[str]) -> None:
         self._naming, self._faults = naming, naming.faults
         self._on_tool_call = on_tool_call
-        self._clock, self._sent_at = clock, clock()
+        self._clock = clock
+        self._sent_at = clock()
         self._first_token: float | None = None
         self._said = said
 
@@ -474,7 +475,9 @@ class Naming(CallIds):
     __slots__ = ("faults",)
 
     def __init__(self, messages: Sequence[Message], faults: Faults) -> None:
-        self._messages, self._used, self.faults = messages, None, faults
+        self._messages = messages
+        self._used = None
+        self.faults = faults
 
     def call(self, call_id: str, name: str, arguments: str) -> ToolCall:
         if not name:

@@ -300,7 +300,8 @@ class EmbeddedEngine:
             what = f"the KV cache is too small for a prompt of {len(request.tokens)} tokens: local://…?kv_gb=2"
             self.send({"id": request.id, "error": "context", "message": what})
             return
-        request.ignored, request.generated = True, array("q")
+        request.ignored = True
+        request.generated = array("q")
         self._waiting[request.id] = request
         self._waiting.move_to_end(request.id, last=False)
 

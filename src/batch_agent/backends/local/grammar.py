@@ -156,7 +156,8 @@ def _natural(low: int, high: int, places: int) -> str:
     whole: list[int] = []  # lengths for which every number is in the range
     shortest = places + 1  # at least one digit before the point
     for length in range(max(len(str(low)), shortest), max(len(str(high)), shortest) + 1):
-        floor, ceiling = 10 ** (length - 1) if length > shortest else 0, 10**length - 1
+        floor = 10 ** (length - 1) if length > shortest else 0
+        ceiling = 10**length - 1
         if length > shortest and low <= floor and ceiling <= high:
             whole.append(length - places - 1)
             continue
@@ -381,7 +382,8 @@ class _Schema(SchemaVisitor[str, str]):
             if pattern is None or len(said) > 1:
                 raise Inexpressible(f"{at}: a string of format {said['format']}")
             return f'"\\"" ({pattern}) "\\""'
-        least, most = count(said, "minLength") or 0, count(said, "maxLength")
+        least = count(said, "minLength") or 0
+        most = count(said, "maxLength")
         if most is not None and most < least:
             raise Inexpressible(f"{at}: maxLength is below minLength")
         if least > REPEATS:
@@ -392,7 +394,8 @@ class _Schema(SchemaVisitor[str, str]):
 
     def _array(self, said: JsonObject, at: str) -> str:
         prefix = [self.visit(item, f"{at}/{i}") for i, item in enumerate(listed(said, "prefixItems"))]
-        least, limit = count(said, "minItems") or 0, count(said, "maxItems")
+        least = count(said, "minItems") or 0
+        limit = count(said, "maxItems")
         room = max(self._items, least, len(prefix))
         most = room if limit is None else min(limit, room)
         if most < least:
@@ -412,7 +415,8 @@ class _Schema(SchemaVisitor[str, str]):
         return f'"[" {some} "]"' if least else f'"[" ({some})? "]"'
 
     def _object(self, said: JsonObject, at: str) -> str:
-        properties, required = named(said, "properties"), set(map(str, listed(said, "required")))
+        properties = named(said, "properties")
+        required = set(map(str, listed(said, "required")))
         if unknown := sorted(required - properties.keys()):
             raise Inexpressible(f"{at}: required but not described: {', '.join(unknown)}")
         if not properties:
@@ -441,7 +445,8 @@ class _Schema(SchemaVisitor[str, str]):
         return alone
 
     def _mapping(self, said: JsonObject, at: str) -> str:
-        least, limit = count(said, "minProperties") or 0, count(said, "maxProperties")
+        least = count(said, "minProperties") or 0
+        limit = count(said, "maxProperties")
         if least > 1:  # a repeated key is one property, which a grammar cannot detect
             raise Inexpressible(f"{at}: minProperties {least}")
         most = self._items if limit is None else min(limit, self._items)

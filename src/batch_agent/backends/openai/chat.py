@@ -345,7 +345,9 @@ def _token(item: JsonValue) -> tuple[bytes, float | None]:
     """Return the bytes of a token, and its log-probability if that is a number."""
     if not isinstance(item, dict):
         return b"", None
-    text, data, logprob = item.get("token"), item.get("bytes"), item.get("logprob")
+    text = item.get("token")
+    data = item.get("bytes")
+    logprob = item.get("logprob")
     known = string_of(text).encode("utf-8", "surrogatepass")
     if isinstance(data, list) and all(type(each) is int and 0 <= each < 256 for each in data):
         known = bytes(cast("list[int]", data)) or known
@@ -417,7 +419,8 @@ def read_usage(value: JsonValue) -> Usage:
     if not isinstance(value, dict):
         return Usage()
     prompt, completion = value.get("prompt_tokens"), value.get("completion_tokens")
-    details, reasoned = value.get("prompt_tokens_details"), value.get("completion_tokens_details")
+    details = value.get("prompt_tokens_details")
+    reasoned = value.get("completion_tokens_details")
     if isinstance(details, dict) and len(details) == 1 and not reasoned:  # what engines report
         cached = details.get("cached_tokens")
         if (
@@ -681,7 +684,8 @@ class JsonView(ABC):
 
     def fork(self) -> Self:
         if self.own:  # once: a conversation with forks is complete
-            self.shared, self.own = join_body(b"", self, b""), []
+            self.shared = join_body(b"", self, b"")
+            self.own = []
         return type(self)(self.shared)
 
 

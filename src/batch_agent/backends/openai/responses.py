@@ -83,7 +83,8 @@ class ResponseStream(EventReader):
             raise self._faults.reported(error_in(event) or event)
         if kind in _ENDS:
             response = event.get("response")
-            self._end, self._done = response if isinstance(response, dict) else {}, True
+            self._end = response if isinstance(response, dict) else {}
+            self._done = True
         elif isinstance(place, int):
             if isinstance(item, dict):
                 self._items[place] = item

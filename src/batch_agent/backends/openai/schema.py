@@ -22,7 +22,10 @@ from batch_agent.outputs.surrogates import read_json
 WRAPPER = "answer"  # the only property of an object around a root of another type
 
 # Totals beyond which strict mode refuses a schema.
-MOST_PROPERTIES, MOST_LEVELS, MOST_VALUES, MOST_CHARACTERS = 5_000, 10, 1_000, 120_000
+MOST_PROPERTIES = 5_000
+MOST_LEVELS = 10
+MOST_VALUES = 1_000
+MOST_CHARACTERS = 120_000
 LONG_ENUM, LONG_ENUM_CHARACTERS = 250, 15_000
 
 _WORDS = frozenset(["title", "description"])

@@ -48,7 +48,8 @@ def azure(address: Address) -> Backend:
         raise SpecError("an azure:// backend is azure://resource/deployment")
     if urlsplit(endpoint).scheme not in ("http", "https"):
         raise SpecError("AZURE_OPENAI_ENDPOINT is not an http or https URL")
-    key, token = address.key("AZURE_OPENAI_API_KEY"), environ.get("AZURE_OPENAI_AD_TOKEN", "").strip() or None
+    key = address.key("AZURE_OPENAI_API_KEY")
+    token = environ.get("AZURE_OPENAI_AD_TOKEN", "").strip() or None
     if address.sends and key is None and token is None and not address.headers:
         raise SpecError("there is no key for azure://: set AZURE_OPENAI_API_KEY, or give api_key=")
     version = environ.get("AZURE_OPENAI_API_VERSION", "").strip()

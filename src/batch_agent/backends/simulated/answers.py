@@ -243,7 +243,8 @@ def _number(schema: JsonObject, *, whole: bool) -> JsonValue:
     """Return the allowed number nearest to 0."""
     step = _bound(schema, "multipleOf") or (1 if whole else None)
     low, high = _bound(schema, "minimum"), _bound(schema, "maximum")
-    above, below = _bound(schema, "exclusiveMinimum"), _bound(schema, "exclusiveMaximum")
+    above = _bound(schema, "exclusiveMinimum")
+    below = _bound(schema, "exclusiveMaximum")
     floor = max((bound for bound in (low, above) if bound is not None), default=-math.inf)
     ceiling = min((bound for bound in (high, below) if bound is not None), default=math.inf)
     value = min(max(0.0, floor), ceiling)

@@ -155,7 +155,9 @@ class SimulatedBackend(Backend):
         on_tool_call: OnToolCall | None,
     ) -> Reply:
         loop = asyncio.get_running_loop()
-        sent, first, reported = loop.time(), 0.0, 0
+        sent = loop.time()
+        first = 0.0
+        reported = 0
         done: asyncio.Future[None] = loop.create_future()
 
         def on_token(sequence: Sequence) -> None:

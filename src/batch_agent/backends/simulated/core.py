@@ -242,7 +242,8 @@ class SimulatedEngine:
             for key in order.release:
                 self.pins.release(key)
             self.pins.hold(order.pin)
-        sequence.prompt_tokens, sequence.output_tokens = count_tokens(prompt), count_tokens(output)
+        sequence.prompt_tokens = count_tokens(prompt)
+        sequence.output_tokens = count_tokens(output)
         self._arrivals += 1
         self._enqueue(sequence)
         return sequence
@@ -363,7 +364,8 @@ class SimulatedEngine:
     def _start(self, sequence: Sequence, hits: list[int], offloaded: int = 0) -> None:
         self._waiting -= 1
         self.pool.hold(hits)
-        sequence.blocks, sequence.named = hits, len(hits)
+        sequence.blocks = hits
+        sequence.named = len(hits)
         sequence.computed = (len(hits) + offloaded) * self.model.block_size
         if sequence.cached_tokens is None:  # a preempted sequence is looked up again, but counts once
             sequence.cached_tokens = sequence.computed
@@ -433,7 +435,9 @@ class SimulatedEngine:
 
     def _release(self, sequence: Sequence) -> None:
         self.pool.release(sequence.blocks)
-        sequence.blocks, sequence.named, sequence.computed = [], 0, 0
+        sequence.blocks = []
+        sequence.named = 0
+        sequence.computed = 0
 
     def _enqueue(self, sequence: Sequence) -> None:
         # A preempted sequence arrived before all waiting ones, so its arrival time puts it first.

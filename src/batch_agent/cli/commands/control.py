@@ -94,7 +94,8 @@ def _control(options: argparse.Namespace, run: RunReader) -> int:
 
 
 def _lines(status: JsonObject) -> list[str]:
-    rows, agents = cast("dict[str, int | None]", status["rows"]), cast("dict[str, int]", status["agents"])
+    rows = cast("dict[str, int | None]", status["rows"])
+    agents = cast("dict[str, int]", status["agents"])
     of = f" of {rows['total']:,}" if rows["total"] is not None else ""
     lines = [
         ("state", str(status["state"])),

@@ -169,7 +169,9 @@ def _default(url: str | None, batch: Mapping[str, int | None]) -> BackendFinding
 
 async def _asked(backend: Backend, batch: Mapping[str, int | None] | None) -> BackendFinding:
     """Ask for the list of models. With ``batch``, also measure an engine and give advice on it."""
-    verb, sharing, lacks = "accepts the key and serves", "", tuple[Advice, ...]()
+    verb = "accepts the key and serves"
+    sharing = ""
+    lacks = tuple[Advice, ...]()
     try:
         async with backend:
             if isinstance(backend, Fleet):

@@ -37,7 +37,10 @@ SHOWN = 5  # endpoints that are not up are listed
 NEWS_SECONDS, QUIET_SECONDS = 5.0, 60.0  # between two lines of progress without a terminal: changed, and unchanged
 EVERY = 2.0  # seconds between two probes
 AGAIN = 1.0  # seconds to the second probe without --watch, which shows how the counters move
-START, HOME, CLEAR_LINE, CLEAR_BELOW = "\r", "\x1b[H", "\x1b[K", "\x1b[J"
+START = "\r"
+HOME = "\x1b[H"
+CLEAR_LINE = "\x1b[K"
+CLEAR_BELOW = "\x1b[J"
 HEADS = ("endpoint", "up", "in flight", "queue", "tokens/s", "  KV", "prefix", "errors")
 
 
@@ -170,7 +173,9 @@ class _WaitLine:
     """What ``wait`` shows: one line that is rewritten on a terminal, otherwise a line now and then."""
 
     def __init__(self, waited: Waited) -> None:
-        self._began, self._told_at, self._told = time.monotonic(), -math.inf, ""
+        self._began = time.monotonic()
+        self._told_at = -math.inf
+        self._told = ""
         self._width = terminal_width(sys.stderr)
         self(waited)
 

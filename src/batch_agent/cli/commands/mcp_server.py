@@ -37,7 +37,9 @@ from batch_agent.version import __version__
 # `batch-agent run`. It continues when the MCP server ends, and another server finds it by its directory. All state
 # is read from the run directory; only the child processes to reap are kept in memory.
 
-SPEC, ROWS, LOG = "spec.json", "rows.jsonl", "log.txt"
+SPEC = "spec.json"
+ROWS = "rows.jsonl"
+LOG = "log.txt"
 LOG_CHARACTERS = 2000  # shown from the end of a process's log
 SHOWN_CHARACTERS = 20_000  # shown of one row's output
 EVERY = 1.0  # seconds between two checks of a batch: another process cannot be awaited

@@ -44,7 +44,10 @@ else:
 EVERY = 2.0  # seconds between two looks for new rows
 KEYED = 9  # classes that have a key of their own
 LONGEST = 4000  # characters of a field
-CLEAR, BOLD, DIM, PLAIN = "\x1b[2J\x1b[H", "\x1b[1m", "\x1b[2m", "\x1b[0m"
+CLEAR = "\x1b[2J\x1b[H"
+BOLD = "\x1b[1m"
+DIM = "\x1b[2m"
+PLAIN = "\x1b[0m"
 HELP = "1-9 class   e edit   Enter give   x no right answer   s skip   u undo   q quit"
 ENTER, SEARCH, ESCAPE, NO_KEY = ("\r", "\n"), "/", "\x1b", "\0"
 LONGEST_CHARACTER = 4  # bytes
@@ -166,7 +169,9 @@ class Terminal:
     """A review at the terminal. One key is one action."""
 
     def __init__(self, review: PeopleReview, who: str, queue: Queue | None) -> None:
-        self._review, self._who, self._only = review, who, queue
+        self._review = review
+        self._who = who
+        self._only = queue
         self._draft = Draft(review.form, AUDIT)
         self._note, self._search = "", ""
         self._keys = TypedKeys()

@@ -152,7 +152,9 @@ def comparison_of(options: argparse.Namespace, plan: DryRun | PipelinePlan) -> C
     """Return the comparison that the command line asks for, or None."""
     if not wants_comparison(options):
         return None
-    only, price, speed = options.compare_only or "", options.gpu_price, options.gpu_speed
+    only = options.compare_only or ""
+    price = options.gpu_price
+    speed = options.gpu_speed
     if speed is not None and price is None:
         raise SpecError("--gpu-speed needs --gpu-price, the price of the GPU in dollars per hour")
     return plan.compare(only=only, gpu_price=price, tokens_per_second=None if speed is None else _speed(speed))
@@ -552,7 +554,8 @@ def _is_as_it_was(view: RunSnapshot, options: argparse.Namespace) -> bool:
 def _say_complete(view: RunSnapshot, run: str, *, as_json: bool) -> int:
     """Report a run that is complete already, with its score. Returns the exit status."""
     ok, results = view.latest.ok, Path(view.name) / RESULTS
-    output, score = str(results) if results.exists() else view.name, None
+    output = str(results) if results.exists() else view.name
+    score = None
     if has_gold(view.facts):
         with open_run(run) as record:
             score = score_of_run(record, {})

@@ -216,7 +216,9 @@ def _check(options: argparse.Namespace) -> int:
 
     catalog, findings = check(Path(options.data))
     with catalog:
-        unfinished, batches, files = catalog.unfinished(), catalog.ids("batch"), catalog.ids("file")
+        unfinished = catalog.unfinished()
+        batches = catalog.ids("batch")
+        files = catalog.ids("file")
     if options.json:
         found = [{"part": each.part, "problem": each.problem, "done": each.done} for each in findings]
         put(orjson.dumps({"batches": len(batches), "files": len(files), "findings": found}).decode())
@@ -293,7 +295,9 @@ def _tenant_in(name: str, terms: Mapping[str, object]) -> ConfiguredTenant:
     with about(f"--config: keys.{name}: "):
         check_tenant_name(name)
     check_known(terms, ("key", "old_key", *TERMS, "webhook_secret"), f"--config: keys.{name} has no")
-    key, old, secret = terms.get("key"), terms.get("old_key", ""), terms.get("webhook_secret", "")
+    key = terms.get("key")
+    old = terms.get("old_key", "")
+    secret = terms.get("webhook_secret", "")
     if not isinstance(key, str) or len(key) < 16:
         raise SpecError(f"--config: keys.{name} needs key = a text of at least 16 characters")
     if not isinstance(old, str) or (old and len(old) < 16):

@@ -60,7 +60,9 @@ class ShownPart:
     """A stage of a pipeline, or a plain run, whose name is ""."""
 
     def __init__(self, name: str, run: RunReader, prepared: Prepared | None) -> None:
-        self.name, self.run, self._prepared = name, run, prepared
+        self.name = name
+        self.run = run
+        self._prepared = prepared
         self.unknown = 0  # rows that were shown without their input
 
     def finished(self, place: int, record: Record) -> ShownRow:
@@ -131,7 +133,8 @@ def show_command(options: argparse.Namespace) -> int:
         kind = "failed " if options.failed else "unfinished " if options.unfinished else ""
         say(f"batch-agent: there are no {kind}rows in {run.name}")
     elif not (options.row or options.failed or options.unfinished or options.slow):
-        progress, each = view.progress, " of each stage," if view.stages else ""
+        progress = view.progress
+        each = " of each stage," if view.stages else ""
         done = rows(progress.ok + progress.failed)
         say(f"the first{each} of {done}; show others with --row ID, --failed, --unfinished or --slow N")
     if unknown := sum(part.unknown for part in parts):
@@ -269,7 +272,8 @@ def row_text(row: ShownRow, page: Page) -> str:
 
 
 def _heading(record: Record | None, past: Past | None, stage: str) -> str:
-    index, job_id = (record or {}).get("index"), (record or {}).get("job_id")
+    index = (record or {}).get("index")
+    job_id = (record or {}).get("job_id")
     name = "a row whose input is unknown" if index is None else f"row {index}"
     if job_id is not None and str(job_id) != str(index):
         name += f" ({harmless(str(job_id))})"
@@ -411,7 +415,9 @@ def _end(record: Record | None, past: Past | None, page: Page) -> Iterator[str]:
 
 def _trust(record: Record, page: Page) -> Iterator[str]:
     """Yield how the samples of a row voted, and how much its fields are doubted."""
-    votes, doubts, samples = record.get("votes"), record.get("doubts"), record.get("samples")
+    votes = record.get("votes")
+    doubts = record.get("doubts")
+    samples = record.get("samples")
     lines = []
     for name, vote in votes.items() if isinstance(votes, dict) else ():
         counts = ", ".join(f"{value} {count}" for value, count in vote["counts"].items())

@@ -60,7 +60,8 @@ def status_command(options: argparse.Namespace) -> int:
     with open_run(options.run_dir) as run:
         while True:
             view = run.view()
-            score, promise = _score(run, view), _promise(run, view) if view.facts else None
+            score = _score(run, view)
+            promise = _promise(run, view) if view.facts else None
             people = _people(run, view)
             found = status_json(view, score, promise, people) if options.json else None
             text = _text(view, score, promise, people) if found is None else to_json(found).decode()

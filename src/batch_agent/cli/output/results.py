@@ -61,7 +61,10 @@ class ResultWriter:
     def __init__(
         self, lines: ResultLines, *, replaces: bool = False, ordered: bool = False, waiting: Path | None = None
     ) -> None:
-        self._lines, self._replaces, self._ordered, self._waiting_path = lines, replaces, ordered, waiting
+        self._lines = lines
+        self._replaces = replaces
+        self._ordered = ordered
+        self._waiting_path = waiting
         self.destination = lines.destination
         self._begun = False
         self._interrupted: list[AgentResult[object]] = []  # results that wait for the first answer
@@ -125,7 +128,8 @@ def open_results(path: Path | None, *, ordered: bool = False) -> ResultWriter:
     replaces = path.is_file() and path.stat().st_size > 0
     if is_table(path):  # it is in order anyway
         return ResultWriter(TableLines(path), replaces=replaces)
-    lines, waiting = FileLines(path), path.absolute().with_name(f"{path.name}.waiting.jsonl")
+    lines = FileLines(path)
+    waiting = path.absolute().with_name(f"{path.name}.waiting.jsonl")
     if ordered:
         _check_place(waiting, str(path))
     return ResultWriter(lines, replaces=replaces, ordered=ordered, waiting=waiting)
@@ -180,7 +184,8 @@ class TableLines(ResultLines):
         check_table(path)
         if path.is_dir():
             raise SpecError(f"cannot write the results to {path}: it is a directory")
-        self.destination, path = str(path), path.absolute()  # a tool may change the working directory
+        self.destination = str(path)
+        path = path.absolute()  # a tool may change the working directory
         self._table = path
         self._partial = path.with_name(f"{path.name}.partial.jsonl")
         self._lines: FileLines | None = None

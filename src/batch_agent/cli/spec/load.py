@@ -58,7 +58,8 @@ def resolve_paths(options: argparse.Namespace) -> None:
         if options.inputs is not None:
             raise SpecError(f"the rows are given twice: {options.spec_path} and --inputs {options.inputs}")
         options.inputs, options.spec_path = options.spec_path, None
-    options.spec, options.spec_path = options.spec or options.spec_path, None
+    options.spec = options.spec or options.spec_path
+    options.spec_path = None
     if options.spec is None and not asks:
         raise SpecError("give a spec file, or --task and a file of rows; batch-agent init writes an example")
     if options.output == STDIN:
@@ -285,7 +286,9 @@ def recorded_command(facts: JsonObject, otherwise: str) -> JsonObject:
 def command_again(command: Mapping[str, JsonValue]) -> argparse.Namespace:
     """Return the stored arguments of a recorded command."""
     kept = argparse.Namespace(**{name: command.get(name) for name in KEPT})
-    kept.spec, kept.spec_path, kept.directory = command.get("spec"), None, command.get(DIRECTORY)
+    kept.spec = command.get("spec")
+    kept.spec_path = None
+    kept.directory = command.get(DIRECTORY)
     return kept
 
 

@@ -109,7 +109,8 @@ class _PipeLines(Iterator[bytes]):
         line = self._waiting.pop()
         self.ready -= not line.isspace()
         if self._first:
-            self._first, line = False, line.removeprefix(BOM)
+            self._first = False
+            line = line.removeprefix(BOM)
         return line
 
     def _read(self) -> bytes:

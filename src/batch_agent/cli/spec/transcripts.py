@@ -72,7 +72,9 @@ def _by_command(run: RunReader, facts: JsonObject, recorded: Mapping[str, JsonOb
             "result.messages has the conversation of each result, also after resume=True",
         )
     )
-    options.output, options.no_run_dir, options.dry_run = None, True, True
+    options.output = None
+    options.no_run_dir = True
+    options.dry_run = True
     nodes: Sequence[AgentNode | ReduceNode] = ()
     if is_pipeline(options):
         nodes = load_flow(options, sends=False).nodes
@@ -107,7 +109,9 @@ def _with_requests(run: RunReader, before: AgentNode, node: ReduceNode, prepared
 
 def _item(record: Record, carry: Sequence[str]) -> Item:
     """Return what a recorded row passes on to the next stage."""
-    index, name, error = cast(int, record["index"]), record.get("job_id"), record.get("error")
+    index = cast(int, record["index"])
+    name = record.get("job_id")
+    error = record.get("error")
     return Item(
         index,
         record.get("output"),
@@ -170,7 +174,8 @@ def _inputs(
     """Return the index, the id and the input of rows, by the hash of the input."""
     known: dict[bytes, list[tuple[int, str, object]]] = {row: [] for row in wanted}
     spec = None if prepared is None else prepared.spec
-    column, inputs = None if spec is None else spec.id_column, () if spec is None else spec.inputs
+    column = None if spec is None else spec.id_column
+    inputs = () if spec is None else spec.inputs
     places: list[Iterable[tuple[int, object, str | None]]] = []
     if wanted and isinstance(inputs, list | LazyRows):
         places.append(

@@ -124,7 +124,8 @@ class RedisConnection:
                     trouble = _refusal(error) or (f"is unreachable: {error}" if isinstance(error, away) else "")
                     if not trouble:
                         raise StoreError(f"the run cannot be recorded in {self.address}: {error}") from None
-                    now, limit = time.monotonic(), self.patience if patience is None else patience
+                    now = time.monotonic()
+                    limit = self.patience if patience is None else patience
                     if began is None and limit > 0:
                         began = now
                         self._count(1, trouble)
@@ -166,7 +167,8 @@ class RedisConnection:
 
     def _count(self, change: int, trouble: str = "") -> None:
         with self._guard:
-            before, self._away = self._away, self._away + change
+            before = self._away
+            self._away += change
             if not self._away:
                 self.since = time.monotonic()
         if before == 0:

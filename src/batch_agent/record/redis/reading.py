@@ -106,13 +106,16 @@ class RedisReader(RunReader):
         return self._view(facts, table, [member.status for member in table.live(now).values()])
 
     def _view(self, facts: JsonObject, table: Table, workers: list[JsonObject]) -> RunSnapshot:
-        standing, session = self.store.standing(), int(self.command("HGET", self.store.key("run"), "sitting") or 0)
+        standing = self.store.standing()
+        session = int(self.command("HGET", self.store.key("run"), "sitting") or 0)
         state = cast(ShownState, facts.get("state"))
         if state == "running" and not standing.feeder:
             state = "interrupted"
         if state != "running" and self.store.is_announced():
             state = "starting"
-        ended, summary, counts = facts.get("rows"), facts.get("summary"), standing.counts
+        ended = facts.get("rows")
+        summary = facts.get("summary")
+        counts = standing.counts
         resumed = cast(int, ended.get("resumed", 0)) if isinstance(ended, dict) else 0
         ok, failed = counts.ok, counts.failed
         if session > 1 and not counts.fed:  # results of earlier sessions are not counted before they are fed again
@@ -249,7 +252,8 @@ class RedisReader(RunReader):
 
     def entries_at(self, places: Sequence[int]) -> list[tuple[str, dict[bytes, bytes]]]:
         """Return the results at these places in the stream."""
-        keys, ids = [self.store.key("results")], [f"{place >> SEQUENCE}-{place % (1 << SEQUENCE)}" for place in places]
+        keys = [self.store.key("results")]
+        ids = [f"{place >> SEQUENCE}-{place % (1 << SEQUENCE)}" for place in places]
         read = self.store.connection.call(lambda client: client.register_script(READ_ENTRIES)(keys=keys, args=ids))
         return list(entries([["results", read]]))
 
@@ -472,7 +476,8 @@ class _History:
         return found
 
     def _add(self, place: int, record: Record) -> None:
-        usage, timings = cast(JsonObject, record.get("usage") or {}), cast(JsonObject, record.get("timings") or {})
+        usage = cast(JsonObject, record.get("usage") or {})
+        timings = cast(JsonObject, record.get("timings") or {})
         at = _time(place)
         values = [
             1.0,
@@ -537,13 +542,17 @@ def _spans(place: int, record: Record, past: Past | None) -> list[Line]:
     if past is None:
         return []
     spans: list[Line] = []
-    timings, before, turns = cast(JsonObject, record["timings"]), Spent(), past.turns
-    began, index = _time(place) - cast(float, timings.get("total") or 0.0), cast(int, record["index"])
+    timings = cast(JsonObject, record["timings"])
+    before = Spent()
+    turns = past.turns
+    began = _time(place) - cast(float, timings.get("total") or 0.0)
+    index = cast(int, record["index"])
     waits = [*(turn.spent.tool_wait for turn in turns[1:]), cast(float, timings.get("tool_wait") or 0.0)]
     for number, (turn, wait) in enumerate(zip(turns, waits, strict=False), start=1):
         spent, usage = turn.spent, turn.reply.usage
         end = began + spent.total
-        start, waited = end - max(0.0, spent.inference - before.inference), max(0.0, spent.queued - before.queued)
+        start = end - max(0.0, spent.inference - before.inference)
+        waited = max(0.0, spent.queued - before.queued)
         tokens = (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
         spans.append(["turn", start, end, index, number, "", round(waited, 3), 0.0, "", "", *tokens, None])
         for call in turn.reply.tool_calls:

@@ -34,7 +34,8 @@ class RedisLog(ReviewLog):
 
     def __init__(self, address: StoreAddress) -> None:
         super().__init__()
-        self._address, self._connection = address, RedisConnection(address, patience=0.0)
+        self._address = address
+        self._connection = RedisConnection(address, patience=0.0)
         self._key = f"{address.prefix}review"
 
     def _command(self, *arguments: object) -> Any:

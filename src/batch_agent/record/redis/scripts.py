@@ -9,7 +9,9 @@ from __future__ import annotations
 KEYS = ("run", "feeder", "queue", "rows", "results", "again", "contents", "events")
 GROUP = "workers"  # the consumer group of the queue
 RETURNED = "returned"  # the consumer that holds returned rows
-REPLACED, TAKEN, HELD = b"REPLACED", b"TAKEN", b"HELD"
+REPLACED = b"REPLACED"
+TAKEN = b"TAKEN"
+HELD = b"HELD"
 
 _HEAD = f"""
 local run, feeder, queue, rows, results, again, contents, events = unpack(KEYS, 1, 8)

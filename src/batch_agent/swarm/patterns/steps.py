@@ -52,7 +52,8 @@ async def gather_and_collect(
     if not texts:
         why = responses[0].error if responses else "no agent was asked"
         return Response(False, "", f"all {len(responses)} requests failed, so there is nothing to summarise: {why}")
-    summary, last = filled(template, responses=BETWEEN.join(texts)), steps.options(last=True)
+    summary = filled(template, responses=BETWEEN.join(texts))
+    last = steps.options(last=True)
     if last.get("dispatch") == "balanced":
         (response,) = await pool.send_all([summary], pool.aggregation_tokens, **last)
         return response

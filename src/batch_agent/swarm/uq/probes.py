@@ -50,7 +50,8 @@ def save_probe(
 def load_probe(path: str | Path) -> tuple[Matrix, float, JsonObject | None]:
     arrays, words = _files(path)
     with np.load(arrays) as saved:
-        coef, intercept = np.asarray(saved["coef"], dtype=np.float64), float(saved["intercept"])
+        coef = np.asarray(saved["coef"], dtype=np.float64)
+        intercept = float(saved["intercept"])
     return coef, intercept, json.loads(words.read_text(encoding="utf-8")) if words.exists() else None
 
 

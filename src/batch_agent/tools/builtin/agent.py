@@ -31,8 +31,12 @@ class _Call:
     """The context of one call for a runtime."""
 
     def __init__(self, task: str, key: ModelKey, workdir: Path) -> None:
-        self.prompt, self.model, self.workdir = task, key.model, workdir
-        self.base_url, self.api_key, self.env = key.base_url, key.api_key, key.env
+        self.prompt = task
+        self.model = key.model
+        self.workdir = workdir
+        self.base_url = key.base_url
+        self.api_key = key.api_key
+        self.env = key.env
         self.patch = ""
 
     def save(self, name: str, content: str | bytes | Path) -> Path:

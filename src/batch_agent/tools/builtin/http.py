@@ -88,7 +88,8 @@ async def _fetch(session: aiohttp.ClientSession, url: URL, policy: AddressPolicy
 
 def _text_of(url: URL, response: aiohttp.ClientResponse, body: bytes, max_bytes: int) -> str:
     """Return the text of a page, cut with a note. Raises ToolError for an error status, and for what is not text."""
-    where, text = f"{url.scheme}://{url.host}{url.path}", _decoded(body[:max_bytes], response.charset)
+    where = f"{url.scheme}://{url.host}{url.path}"
+    text = _decoded(body[:max_bytes], response.charset)
     if response.status >= 400:
         said = "" if text is None else text[:_ERROR_CHARACTERS]
         raise ToolError(f"{where} answered {response.status} {response.reason or ''}\n{said}".rstrip())

@@ -71,7 +71,8 @@ def server_of(
     connect_timeout: float = CONNECT_SECONDS,
 ) -> McpServer:
     """Return the server of an address. Raises SpecError if it is invalid."""
-    url, words = "", [*server] if not isinstance(server, str) else []
+    url = ""
+    words = [*server] if not isinstance(server, str) else []
     if not isinstance(server, str):
         if not words or not all(isinstance(word, str) for word in words):
             raise SpecError(f"an MCP server as a list must be a command and its arguments, all text, not {server!r}")

@@ -102,7 +102,10 @@ class MessageLines:
     def _message(self) -> SessionMessage | None:
         size_bytes, line = self._size_bytes, b"".join(self._parts)
         head, tail = self._head, self._tail
-        self._parts, self._size_bytes, self._head, self._tail = [], 0, b"", b""
+        self._parts = []
+        self._size_bytes = 0
+        self._head = b""
+        self._tail = b""
         if size_bytes > MAX_MESSAGE_BYTES:
             answered = _ID_FIRST.match(head) or _ID_LAST.search(tail)
             if answered is None:
@@ -224,7 +227,9 @@ MAX_PAGES = 100  # of a server's list of tools
 _SESSION_GONE = "Session terminated"  # the SDK's message if the server no longer knows the session
 
 # Codes of JSON-RPC errors that this module makes, outside the range of the protocol.
-NOT_SENT, BROKEN, REFUSED = -31001, -31002, -31003
+NOT_SENT = -31001
+BROKEN = -31002
+REFUSED = -31003
 _OUTCOME_UNKNOWN = {CONNECTION_CLOSED, PARSE_ERROR, BROKEN}
 CONNECT_TIMEOUT = 30.0
 SHOWN_BYTES = 300
