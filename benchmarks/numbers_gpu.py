@@ -97,7 +97,7 @@ def of_engines(name: str, seconds: float) -> Piece:
 
 
 async def _people(url: str, variant: str) -> object:
-    return await people.play(url, 2)
+    return await people.play(url, variant)
 
 
 PIECES = {
@@ -107,7 +107,8 @@ PIECES = {
         of_kv("many turns", 135.0),
         *map(of_gpu, gpu.WORKS, (12.0, 25.0, 70.0)),
         *map(of_engines, engines.WORKS, (20.0, 35.0, 110.0)),
-        Piece("people", "people", "7b", _people, 300.0, repetitions=1, engines=("vllm",)),
+        Piece("people-long", "people", "7b", _people, 270.0, variants=("long",), repetitions=1),
+        Piece("people-short", "people", "7b", _people, 280.0, variants=("short",), repetitions=1, engines=("vllm",)),
     )
 }
 
@@ -402,7 +403,8 @@ def _loop_results(engine: str, lines: Sequence[Line]) -> Results:
 
 
 def _people_results(engine: str, lines: Sequence[Line]) -> Results:
-    return people.bars_of(lines[-1]["found"]), lines[-1]["found"]
+    mixes = {line["variant"]: line["found"] for line in lines}
+    return [bar for mix, found in mixes.items() for bar in people.bars_of(mix, found)], mixes
 
 
 RESULTS: dict[str, Callable[[str, Sequence[Line]], Results]] = {

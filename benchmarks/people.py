@@ -1,12 +1,14 @@
-"""People beside a batch on a real engine: ``batch-agent serve`` in front of a vLLM server on a GPU.
+"""People beside a batch on a real engine: ``batch-agent serve`` in front of a server on a GPU.
 
-``python -m benchmarks.people --url vllm://127.0.0.1:8000``. The server speaks the scripts that the prompts carry
-(``benchmarks/gpu.py`` says how), and every answer of a person is checked. Five interactive requests per second come
-beside one long batch. Scenes, one after another:
+``python -m benchmarks.people --url vllm://127.0.0.1:8000 --mix long``. The server speaks the scripts that the prompts
+carry (``benchmarks/gpu.py`` says how), and every answer of a person is checked. Five interactive requests per second
+come beside one long batch. A mix is a kind of prompts, of lines and people alike: *short* has 500 shared words, *long*
+2,000 shared words and 300 of its own. Of each mix:
 
 - *idle*: people alone; *alone*: the batch alone
-- *people*: both, with the target of 2.5 times the idle latency; *bursts*: people come for 12 s of each minute
-- *loop 256*, *loop 64*: the same people beside a plain loop that keeps so many lines in flight, without ``serve``
+- a target, such as *p95 3*: people come for 50 s and again for 20 s, after a pause; the first 20 s of both are counted
+  as *first*, the rest as *steady*. Of a short mix also *bursts*: people come for 12 s of each minute
+- *loop 256* to *loop 16*: the same people beside a plain loop that keeps so many lines in flight, without ``serve``
 
 Latencies are given over the median of *idle*, lines per second over those of *alone*.
 """
@@ -21,41 +23,65 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import aiohttp
 
+from batch_agent.serve import LatencyTarget
 from batch_agent.serve.models import open_models
 from benchmarks import gpu, report
 from benchmarks.serve import CHAT, MODEL, Client, serving
 
 PEOPLE = 5.0  # requests per second
+FIRST, STEADY, PAUSE = 20.0, 30.0, 8.0
 BURST, MINUTE = 12.0, 60.0
-SYSTEM = (
-    "You are one of many clerks who work from the same brief. " + "Read the case, and say what is to be done. " * 50
-)
+SENTENCE = "Read the case, and say what is to be done. "  # 10 words
+SYSTEM = "You are one of many clerks who work from the same brief. "
 ANSWER = "case {number}: " + "the papers are in order and nothing more is to be done about it today; " * 3
-LINES = 45_000
 INFLIGHT = 256  # of the engine's own --max-num-seqs
 
 Ask = Callable[[dict[str, object]], Awaitable[str]]
+Scene = dict[str, float]
 
 
-def body_of(number: int) -> dict[str, object]:
-    """Return a request whose script is an answer of about 50 tokens."""
-    script = json.dumps([ANSWER.format(number=number)])
-    question = f"What about case {number}? {gpu.OPEN}{script}{gpu.CLOSE}"
-    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
-    return {"model": MODEL, "messages": messages, "max_tokens": 200}
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """``shared``: sentences that all prompts begin with; ``own``: words that only one has."""
+
+    shared: int
+    own: int
+    targets: tuple[LatencyTarget, ...]
+    lines: int
+    loops: tuple[int, ...] = ()
+    bursts: bool = False
+
+    def body(self, number: int) -> dict[str, object]:
+        """Return a request whose script is an answer of about 50 tokens."""
+        script = json.dumps([ANSWER.format(number=number)])
+        case = "".join(f"fact {number * self.own + place} " for place in range(self.own // 2))
+        question = f"{case}What about case {number}? {gpu.OPEN}{script}{gpu.CLOSE}"
+        messages = [
+            {"role": "system", "content": SYSTEM + SENTENCE * self.shared},
+            {"role": "user", "content": question},
+        ]
+        return {"model": MODEL, "messages": messages, "max_tokens": 200}
+
+
+MIXES = {
+    "short": Mix(50, 0, (LatencyTarget(2.5), LatencyTarget(3.0, 95)), 18_000, bursts=True),
+    "long": Mix(200, 300, (LatencyTarget(3.0, 95), LatencyTarget(2.0, 95)), 12_000, loops=(256, 128, 64, 32, 16)),
+}
 
 
 class People:
     """Interactive requests at random times, and the seconds that each took."""
 
-    def __init__(self, ask: Ask) -> None:
-        self._ask = ask
+    def __init__(self, ask: Ask, mix: Mix) -> None:
+        self._ask, self._mix = ask, mix
         self._chance = random.Random(1)
         self.latencies: list[float] = []
 
@@ -70,7 +96,7 @@ class People:
     async def _one(self) -> None:
         number = self._chance.randrange(10**6, 10**7)
         began = time.perf_counter()
-        said = await self._ask(body_of(number))
+        said = await self._ask(self._mix.body(number))
         self.latencies.append(time.perf_counter() - began)
         if said.strip() != ANSWER.format(number=number).strip():
             raise SystemExit(f"the answer is not that of the case: {said!r}")
@@ -89,17 +115,24 @@ def asker(session: aiohttp.ClientSession, url: str, model: str, key: str = "") -
     return ask
 
 
-async def measured(
-    name: str, people: People, done: Callable[[], Awaitable[int]], scene: Awaitable[object]
-) -> tuple[float, list[float]]:
-    """Play a scene. Return the lines per second in it, and the latencies of the people."""
+async def nothing() -> int:
+    return 0
+
+
+async def measured(people: People, done: Callable[[], Awaitable[int]], scene: Awaitable[object]) -> Scene:
+    """Play a scene. Return the lines per second in it, and the latencies of the people who came."""
     first, began = await done(), time.perf_counter()
     people.latencies = []
     await scene
-    rate = (await done() - first) / (time.perf_counter() - began)
-    median = statistics.median(people.latencies) if people.latencies else 0.0
-    print(f"{name}: {rate:.1f} lines per second, median {median:.3f} s", flush=True)
-    return rate, [*people.latencies]
+    found = {"lines_per_second": (await done() - first) / (time.perf_counter() - began)}
+    return found | latencies(people.latencies)
+
+
+def latencies(seconds: list[float]) -> Scene:
+    if len(seconds) < 2:
+        return {}
+    cuts = statistics.quantiles(seconds, n=20)
+    return {"median_s": statistics.median(seconds), "p95_s": cuts[18], "worst_s": max(seconds), "count": len(seconds)}
 
 
 async def bursts(people: People, minutes: int) -> None:
@@ -109,23 +142,25 @@ async def bursts(people: People, minutes: int) -> None:
         await asyncio.sleep(MINUTE - (time.perf_counter() - began))
 
 
-async def through_serve(url: str, folder: Path, minutes: int) -> dict[str, tuple[float, list[float]]]:
+async def through_serve(url: str, mix: Mix, target: LatencyTarget, folder: Path, *, whole: bool) -> dict[str, Scene]:
+    """Play the scenes of a target. ``whole``: with people alone and the batch alone."""
     path = folder / "lines.jsonl"
     with path.open("w") as file:
-        for number in range(LINES):
-            line = {"custom_id": f"line-{number}", "method": "POST", "url": CHAT, "body": body_of(number)}
+        for number in range(mix.lines):
+            line = {"custom_id": f"line-{number}", "method": "POST", "url": CHAT, "body": mix.body(number)}
             file.write(json.dumps(line) + "\n")
-    options = {"interactive_latency": 2.5, "max_inflight": INFLIGHT}
     models = open_models(None, {MODEL: {"url": url, "model": "m"}})
-    async with serving(models, folder / "data", **options) as (server, address, session):
+    found: dict[str, Scene] = {}
+    async with serving(models, folder / "data", interactive_latency=target, max_inflight=INFLIGHT) as (
+        server,
+        address,
+        session,
+    ):
         client = Client(session, address, server.key)
-        people = People(asker(session, f"{address}{CHAT}", MODEL, server.key))
-
-        async def nothing() -> int:
-            return 0
-
-        await people.come(2.0)  # not counted
-        found = {"idle": await measured("idle", people, nothing, people.come(10.0))}
+        people = People(asker(session, f"{address}{CHAT}", MODEL, server.key), mix)
+        await people.come(3.0)  # not counted
+        if whole:
+            found["idle"] = await measured(people, nothing, people.come(12.0))
         id = await client.batch(path)
         await client.until(id, INFLIGHT)
 
@@ -134,24 +169,33 @@ async def through_serve(url: str, folder: Path, minutes: int) -> dict[str, tuple
             assert isinstance(counts, dict)
             return int(counts["completed"])
 
-        await asyncio.sleep(5.0)
-        found["alone"] = await measured("alone", people, done, asyncio.sleep(40.0))
-        await people.come(12.0)  # settles
-        found["people"] = await measured("people", people, done, people.come(30.0))
-        await asyncio.sleep(8.0)
-        found["bursts"] = await measured("bursts", people, done, bursts(people, minutes))
-        if LINES - await done() < INFLIGHT:
-            raise SystemExit("the batch ended before the people left: give it more LINES")
+        if whole:
+            await asyncio.sleep(5.0)
+            found["alone"] = await measured(people, done, asyncio.sleep(30.0))
+        name, first = str(target), list[float]()
+        for seconds in (STEADY, 0.0):
+            await asyncio.sleep(PAUSE)
+            people.latencies = []
+            await people.come(FIRST)
+            first += people.latencies
+            if seconds:
+                found[name] = await measured(people, done, people.come(seconds))
+        found[f"{name}, first"] = latencies(first)
+        if mix.bursts and target.percentile == 50:
+            await asyncio.sleep(PAUSE)
+            found["bursts"] = await measured(people, done, bursts(people, 1))
+        if mix.lines - await done() < INFLIGHT:
+            raise SystemExit("the batch ended before the people left: give its mix more lines")
     return found
 
 
 @asynccontextmanager
-async def plain_loop(ask: Ask, inflight: int, counted: list[int]) -> AsyncIterator[None]:
+async def plain_loop(ask: Ask, mix: Mix, inflight: int, counted: list[int]) -> AsyncIterator[None]:
     """Keep so many lines in flight; ``counted[0]`` is the number that were answered."""
 
     async def worker(first: int) -> None:
-        for number in range(first, LINES, inflight):
-            await ask(body_of(number))
+        for number in count(first, inflight):
+            await ask(mix.body(number))
             counted[0] += 1
 
     tasks = [asyncio.create_task(worker(number)) for number in range(inflight)]
@@ -163,63 +207,67 @@ async def plain_loop(ask: Ask, inflight: int, counted: list[int]) -> AsyncIterat
         await asyncio.wait(tasks)
 
 
-async def beside_loops(url: str) -> dict[str, tuple[float, list[float]]]:
+async def beside_loops(url: str, mix: Mix) -> dict[str, Scene]:
     base, found = f"{gpu.base_url(url)}{CHAT}", {}
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         ask = asker(session, base, "m")
-        for inflight in (256, 64):
-            counted, people = [0], People(ask)
+        for inflight in mix.loops:
+            counted, people = [0], People(ask, mix)
 
             async def done(counted: list[int] = counted) -> int:
                 return counted[0]
 
-            async with plain_loop(ask, inflight, counted):
-                await asyncio.sleep(5.0)
-                name = f"loop {inflight}"
-                found[name] = await measured(name, people, done, people.come(10.0))
+            async with plain_loop(ask, mix, inflight, counted):
+                await asyncio.sleep(4.0)
+                found[f"loop {inflight}"] = await measured(people, done, people.come(10.0))
     return found
 
 
-async def play(url: str, minutes: int) -> dict[str, dict[str, float]]:
-    """All scenes: of each its lines per second and the latencies of the people."""
-    with tempfile.TemporaryDirectory() as name:
-        scenes = await through_serve(url, Path(name), minutes)
-    scenes |= await beside_loops(url)
-    idle, alone = statistics.median(scenes["idle"][1]), scenes["alone"][0]
-    found: dict[str, dict[str, float]] = {}
-    for scene, (rate, latencies) in scenes.items():
-        found[scene] = {"lines_per_second": round(rate, 2), "over_alone": round(rate / alone, 3)}
-        if latencies:
-            found[scene] |= {
-                "median_s": round(statistics.median(latencies), 3),
-                "p95_s": round(statistics.quantiles(latencies, n=20)[18], 3),
-                "median_over_idle": round(statistics.median(latencies) / idle, 3),
-                "p95_over_idle": round(statistics.quantiles(latencies, n=20)[18] / idle, 3),
-            }
-        print(scene, json.dumps(found[scene]), flush=True)
-    return found
+async def play(url: str, name: str) -> dict[str, Scene]:
+    """All scenes of a mix: of each its lines per second and the latencies of the people."""
+    mix, scenes = MIXES[name], dict[str, Scene]()
+    for target in mix.targets:
+        with tempfile.TemporaryDirectory() as folder:
+            scenes |= await through_serve(url, mix, target, Path(folder), whole=not scenes)
+        print(json.dumps(scenes), file=sys.stderr, flush=True)
+    scenes |= await beside_loops(url, mix)
+    idle, alone = scenes["idle"]["median_s"], scenes["alone"]["lines_per_second"]
+    for scene in scenes.values():
+        if "lines_per_second" in scene:
+            scene["over_alone"] = scene["lines_per_second"] / alone
+        for part in ("median", "p95"):
+            if f"{part}_s" in scene:
+                scene[f"{part}_over_idle"] = scene[f"{part}_s"] / idle
+    return {name: {part: round(value, 3) for part, value in scene.items()} for name, scene in scenes.items()}
 
 
-def bars_of(found: dict[str, dict[str, float]]) -> list[report.Bar]:
-    people = found["people"]
-    return [
-        report.Bar("latency beside a batch over idle, median", people["median_over_idle"], "<=", 2.5),
-        report.Bar("the same, 95th percentile", people["p95_over_idle"], "<=", 4),
-        report.Bar("lines per second beside people over alone", people["over_alone"], ">=", 0.7),
-        report.Bar("the same with people for a fifth of the time", found["bursts"]["over_alone"], ">=", 0.9),
-    ]
+def bars_of(mix: str, found: Mapping[str, Scene]) -> Iterator[report.Bar]:
+    """The bars of one mix."""
+    for name, most, least in (("p95 3", 3.0, 0.75), ("p95 2", 2.0, 0.5)):
+        if name in found:
+            first = found[f"{name}, first"]["p95_over_idle"]
+            yield report.Bar(f"{mix}, {name}: 95th percentile over idle", found[name]["p95_over_idle"], "<=", most)
+            yield report.Bar(f"{mix}, {name}: the same, 20 s after people come", first, "<=", most)
+            yield report.Bar(f"{mix}, {name}: batch over alone", found[name]["over_alone"], ">=", least)
+    if "2.5" in found:
+        yield report.Bar(f"{mix}, 2.5: median over idle", found["2.5"]["median_over_idle"], "<=", 2.5)
+        yield report.Bar(f"{mix}, 2.5: batch over alone", found["2.5"]["over_alone"], ">=", 0.7)
+    if "bursts" in found:
+        share = found["bursts"]["over_alone"]
+        yield report.Bar(f"{mix}, people for a fifth of the time: batch over alone", share, ">=", 0.9)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.people", description="People beside a batch.")
     parser.add_argument("--url", default="vllm://127.0.0.1:8000")
-    parser.add_argument("--minutes", type=int, default=2, help="of the scene bursts")
+    parser.add_argument("--mix", action="append", choices=MIXES, help="default: all")
     parser.add_argument("--hardware", default="", help="what the server runs on, for the record")
     options = parser.parse_args()
     env = report.environment() | {"accelerator": options.hardware}
     env["server"] = asyncio.run(gpu.server_version(options.url))
-    found = asyncio.run(play(options.url, options.minutes))
-    return report.finish("people", env, bars_of(found), found)
+    found = {mix: asyncio.run(play(options.url, mix)) for mix in options.mix or MIXES}
+    bars = [bar for mix, scenes in found.items() for bar in bars_of(mix, scenes)]
+    return report.finish("people", env, bars, found)
 
 
 if __name__ == "__main__":

@@ -83,11 +83,17 @@ def text_of(number: int) -> str:
     return f"Say something about number {number}. " * 10
 
 
-def lines(path: Path, count: int, tokens: Sequence[int] = ()) -> Path:
+def messages_of(number: int, long: bool) -> list[dict[str, str]]:
+    if not long:
+        return [{"role": "user", "content": text_of(number)}]
+    return [{"role": "system", "content": LONG}, {"role": "user", "content": text_of(number) * 5}]
+
+
+def lines(path: Path, count: int, tokens: Sequence[int] = (), *, long: bool = False) -> Path:
     """Write the lines of a batch. ``tokens``: the lengths of their answers, in turn."""
     with path.open("w") as file:
         for number in range(count):
-            body: dict[str, object] = {"model": MODEL, "messages": [{"role": "user", "content": text_of(number)}]}
+            body: dict[str, object] = {"model": MODEL, "messages": messages_of(number, long)}
             if tokens:
                 body["max_tokens"] = tokens[number % len(tokens)]
             line = {"custom_id": f"line-{number}", "method": "POST", "url": CHAT, "body": body}
@@ -205,15 +211,16 @@ ENGINE = EngineModel(
 )
 TOKENS = 50  # of an answer to people; those to lines have 30 to 70
 PEOPLE = 5.0  # requests per second
-SETTLE = 20.0  # seconds that are not counted
+SETTLE = 20.0  # seconds after people come, which are counted for themselves
+LONG = " ".join(f"Rule {number} of the brief: read the case and say what is to be done." for number in range(143))
 MINUTE, BURST = 60.0, 12.0
 
 
 async def scene(
-    count: int, seconds: float, there: float, target: float | LatencyTarget | None
-) -> tuple[float, list[float]]:
-    """Return the tokens per second of lines, and the latencies of people. ``there``: the part of each minute in which
-    they come."""
+    count: int, seconds: float, there: float, target: float | LatencyTarget | None, *, long: bool = False
+) -> tuple[float, list[float], list[float]]:
+    """Return the tokens per second of lines, the latencies of people, and those of the first ones. ``there``: the part
+    of each minute in which they come. ``long``: all prompts have 2,000 shared words and 300 of their own."""
     loop, chance, engine = asyncio.get_running_loop(), random.Random(1), SimulatedBackend(ENGINE)
     models = ServedModels({MODEL: ServedModel(engine, ENGINE.name)})
     options = {"interactive_latency": target, "max_inflight": 256, "now": lambda: 1e9 + loop.time()}
@@ -223,7 +230,7 @@ async def scene(
 
             async def person() -> None:
                 began = loop.time()
-                messages = [{"role": "user", "content": text_of(chance.randrange(10**6))}]
+                messages = messages_of(chance.randrange(10**6), long)
                 body = {"model": MODEL, "messages": messages, "max_tokens": TOKENS}
                 async with session.post(f"{url}{CHAT}", json=body, headers=headers) as answer:
                     assert answer.status == 200, await answer.text()
@@ -249,7 +256,7 @@ async def scene(
             id = ""
             if count:
                 lengths = [chance.randrange(30, 71) for _ in range(1000)]
-                path = lines(Path(name) / "lines.jsonl", count, lengths)
+                path = lines(Path(name) / "lines.jsonl", count, lengths, long=long)
                 id = await Client(session, url, server.key).batch(path)
                 await asyncio.sleep(SETTLE)
             await run(loop.time() + (MINUTE if 0 < there < 1 else SETTLE))
@@ -257,7 +264,7 @@ async def scene(
             await run(began + seconds)
             rate = (tokens() - first) / (loop.time() - began)
             assert not id or server.batches.running[id].lines.left, "the batch ended before the people left"
-    return rate, [latency for at, latency in taken if at >= began]
+    return rate, [latency for at, latency in taken if at >= began], [latency for at, latency in taken if at < began]
 
 
 def simulated(seconds: float) -> dict[str, object]:

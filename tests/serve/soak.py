@@ -45,12 +45,12 @@ from batch_agent.messages import Usage
 from batch_agent.run.run import Run
 from batch_agent.scheduler.core import Ticket
 from batch_agent.serve import ServeOptions, asking, batches, server, turnstile, upstreams, webhooks
-from batch_agent.serve.batches import RunningBatch
 from batch_agent.serve.catalog import Tenant
 from batch_agent.serve.clock import RATE
 from batch_agent.serve.lines import BatchLines
 from batch_agent.serve.models import ServedModel, ServedModels
 from batch_agent.serve.recovery import check
+from batch_agent.serve.running_batch import RunningBatch
 from batch_agent.serve.server import BatchService
 from batch_agent.testing import Fail, Hang, Request, Say, ScriptedBackend
 from batch_agent.testing.replies import ScriptedReply

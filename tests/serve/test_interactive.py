@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from tests.serve.test_openai_batches import backend
 
 from batch_agent.dispatch import load_poller
 from batch_agent.door import Handler
+from batch_agent.serve import turnstile
 from batch_agent.serve.asking import PRIORITY
 from batch_agent.serve.catalog import Tenant
 from batch_agent.testing import Hang, Request, Say
@@ -239,3 +242,92 @@ async def test_lines_have_a_lower_priority_than_people_where_the_engine_schedule
             await client.post("/v1/messages", message)
         sent = [request.body.get("priority", 0) for request in model.requests]
     assert sent == ([PRIORITY, PRIORITY, 0, 0] if policy == "priority" else [0, 0, 0, 0])  # vLLM serves the least first
+
+
+class BesideLines:
+    """An engine that reports its load and never answers the first request of a line."""
+
+    def __init__(self) -> None:
+        self.asked: Counter[str] = Counter()
+        self.reported = 0
+
+    def script(self, request: Request) -> ScriptedReply:
+        self.asked[request.text] += 1
+        return Hang() if "line" in request.text and self.asked[request.text] == 1 else Say("done")
+
+    def metrics(self) -> str:
+        self.reported += 1
+        told = VllmMetrics("m", "scripted").put("num_requests_running", "Requests in flight", 4)
+        return str(told.put("num_requests_waiting", "Requests in the queue", 0))
+
+
+@asynccontextmanager
+async def beside_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> AsyncIterator[tuple[BesideLines, ScriptedServer, Client, str]]:
+    """Serve in front of such an engine, with a batch of four lines in flight."""
+    monkeypatch.setattr(load_poller, "FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(load_poller, "READ_SECONDS", 0.01)
+    engine = BesideLines()
+    async with (
+        ScriptedServer(engine.script, models=["m"], metrics=engine.metrics) as model,
+        serving(tmp_path, model, max_inflight=8, **options) as client,
+    ):
+        batch = await client.create([chat(f"line-{number}") for number in range(4)])
+        await model.wait_requests(4)
+        read = engine.reported
+        while engine.reported < read + 2:
+            await asyncio.sleep(0.01)
+        yield engine, model, client, batch["id"]
+
+
+async def test_young_lines_make_room_when_people_come_and_start_again_at_no_cost_to_their_tenant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with beside_lines(tmp_path, monkeypatch) as (engine, model, client, id):
+        told = await client.post(CHAT, {"model": "m", "messages": ASKED})
+        await model.wait_disconnects(4)
+        done = await client.wait(id)
+        outputs, errors = await client.outcomes(done)
+        assert [line["custom_id"] for line in sorted(outputs, key=lambda line: line["custom_id"])] == [
+            f"line-{number}" for number in range(4)
+        ]
+        assert not errors and {engine.asked[f"say line-{number}"] for number in range(4)} == {2}
+        # The tokens of the cancelled requests are not counted: their line did not need them.
+        used = sum(line["response"]["body"]["usage"]["total_tokens"] for line in outputs)
+        (account,) = client.server.turnstile.accounts.values()
+        assert account.tokens == used + told["usage"]["total_tokens"]
+        assert not client.server.turnstile.inflight
+
+
+async def test_old_lines_stay_in_flight_when_people_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turnstile, "YOUNG_SECONDS", 0.0)
+    async with beside_lines(tmp_path, monkeypatch) as (engine, _, client, id):
+        await client.post(CHAT, {"model": "m", "messages": ASKED})
+        assert {engine.asked[f"say line-{number}"] for number in range(4)} == {1}
+        await client.post(f"/v1/batches/{id}/cancel")
+
+
+async def test_a_batch_is_cancelled_while_its_lines_make_room_for_people(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with beside_lines(tmp_path, monkeypatch) as (engine, model, client, id):
+        people = client.server.turnstile.governor
+        people.waiting += 1  # one who is not served yet
+        await client.post(CHAT, {"model": "m", "messages": ASKED})
+        await model.wait_disconnects(4)
+        await client.post(f"/v1/batches/{id}/cancel")
+        batch = await client.wait(id)
+        assert batch["status"] == "cancelled" and batch["request_counts"]["completed"] == 0
+        assert {engine.asked[f"say line-{number}"] for number in range(4)} == {1}
+        people.waiting -= 1
+
+
+async def test_lines_that_made_room_are_asked_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with beside_lines(tmp_path, monkeypatch) as (engine, model, client, id):
+        client.server.turnstile.governor.waiting += 1
+        await client.post(CHAT, {"model": "m", "messages": ASKED})
+        await model.wait_disconnects(4)
+    async with ScriptedServer(engine.script, models=["m"]) as model, serving(tmp_path, model) as client:
+        done = await client.wait(id)
+        assert done["request_counts"] == {"total": 4, "completed": 4, "failed": 0}

@@ -484,7 +484,7 @@ class Dispatcher:
 
     def _cut(self, grace: float, told: Callable[[str], None]) -> None:
         now = self.slots.loop.time()
-        left = self.endpoints.flights.withdraw_all(now)
+        left = self.endpoints.flights.withdraw(now)
         if left:
             names = ", ".join(list(dict.fromkeys(name for name, _ in left if name))[:MOST_NAMED])
             oldest = max(now - sent_at for _, sent_at in left)

@@ -284,11 +284,15 @@ class Flights:
         slot.recalled = False
         self._at[slot.endpoint][slot][0].reschedule(inf)
 
-    def withdraw_all(self, now: float) -> list[tuple[str, float]]:
-        """Recall all requests for good. Returns the row of each, as far as it is known, and when it was sent."""
+    def withdraw(self, now: float, only: Collection[Question] | None = None) -> list[tuple[str, float]]:
+        """Recall all requests, or those of some questions, for good: the caller gets ``Interrupted``. Returns the
+        row of each, as far as it is known, and when it was sent."""
         left: list[tuple[str, float]] = []
+        chosen = None if only is None else set(map(id, only))
         for flights in self._at.values():
             for slot, (deadline, question, _, _) in flights.items():
+                if chosen is not None and id(question) not in chosen:
+                    continue
                 slot.withdrawn = slot.recalled = True
                 deadline.reschedule(min(deadline.when, now))
                 left.append(("" if question.request is None else question.request.job_id, slot.sent_at))

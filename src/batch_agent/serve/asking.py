@@ -550,8 +550,7 @@ class Interactive:
             question.relay = events.take
         policy = Policy(MOST_RETRIES, wanted=lambda _: stream is None or not stream.begun)
         before, limit = turnstile.inflight, asyncio.timeout(None)
-        governor.began(clock(), before)
-        turnstile.touch()
+        turnstile.person_came()
         try:
             progress = AgentForecast(FIRST, model=asked.shape.model)
             ticket = self._dispatcher.slots.claim(progress, FIRST)

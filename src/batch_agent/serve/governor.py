@@ -129,20 +129,23 @@ class Governor:
     def give_up(self, reason: str) -> None:
         self.reason = f"the latency target is given up: {reason}"
 
-    def began(self, now: float, lines: int) -> None:
-        """An interactive request came while ``lines`` were in flight."""
+    def began(self, now: float, lines: int) -> bool:
+        """An interactive request came while ``lines`` were in flight. Returns whether people have come: from now on
+        there is a limit."""
         gap = now - self._came
         if gap < QUIET_SECONDS:  # else they came back
             self._gap += (LEARN if gap < self._gap else 2 * LEARN) * (gap - self._gap)
         self._came = now
         self.waiting += 1
         self.active += 1
-        if self.target is not None and self._limit is None:
+        comes = self.target is not None and self._limit is None
+        if comes:
             if lines > FEW and not self._busy[0]:
                 self._busy = lines, 0.0
             self._limit = self._kept or self._first()
             self._changed = now
         self._asked = now
+        return comes
 
     def _first(self) -> float:
         """Return the limit for the first people: 0 while the pace of an idle engine is to be measured. The pace grows

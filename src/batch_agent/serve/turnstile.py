@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from math import inf, isinf
 
 from batch_agent.backends.base import Load
 from batch_agent.dispatch.dispatcher import Dispatcher
+from batch_agent.dispatch.policy import Question
 from batch_agent.scheduler.server import Endpoint
 from batch_agent.serve.governor import Governor
 from batch_agent.serve.ledger import TokenLedger
@@ -30,6 +32,7 @@ MOST_FRESH = 1024  # times of requests that are kept
 GROUP = 0.125  # of the limit beside people: lines start together when that many may start
 HOLD_SECONDS = 0.2  # that a line waits for others to start with
 URGENT_SHARE = 0.25  # of the slots, for lines that would miss their deadline
+YOUNG_SECONDS = 5.0  # that a line has been in flight at most, if its request is taken back when people come
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +45,17 @@ class TenantAccount:
     tokens: int = 0  # in all, since this process started
     longest: int = 0  # tokens of its longest answer
     done: Counter[str] = field(default_factory=Counter)  # lines since this process started, by outcome
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class StartedLine:
+    """A line that was started. ``sent_at``: loop time at which its request was sent, or 0. ``taken_back``: the
+    question whose request was cancelled because people came."""
+
+    sent_at: float = 0.0
+    endpoint: str = ""  # to which it was sent
+    question: Question | None = None  # that was sent
+    taken_back: Question | None = None
 
 
 class Entrant(ABC):
@@ -72,6 +86,10 @@ class Entrant(ABC):
     @abstractmethod
     def start(self, expected: float) -> None:
         """Start the line that was offered. Its tenant's account was charged ``expected`` tokens for it."""
+
+    def started_lines(self) -> Iterable[StartedLine]:
+        """Return the lines that were started and have not ended, and may be offered again."""
+        return ()
 
     def close(self) -> None:
         """Start no further line."""
@@ -114,6 +132,7 @@ class Turnstile:
         self.entrants: dict[str, Entrant] = {}
         self.inflight = 0
         self.why = ""  # why lines wait, for people
+        self._engines: set[str] = set()  # endpoints that report their load: they stop work that is taken back
         self._queued: dict[str, float] = {}  # by endpoint: loop time at which its engine last had a queue
         self._sends: dict[str, deque[float]] = {}  # by endpoint: loop times at which requests were sent, the latest
         self._free_since: float | None = None  # loop time at which lines could start beside people, and wait for others
@@ -125,6 +144,7 @@ class Turnstile:
 
     async def read(self, endpoint: Endpoint, load: Load) -> None:
         """Take what an engine reports. Requests that were just sent are no queue: they wait for its next step."""
+        self._engines.add(endpoint.name)
         now = asyncio.get_running_loop().time()
         waiting = load.waiting
         sends = self._sends.get(endpoint.name, ())
@@ -147,6 +167,24 @@ class Turnstile:
         since = asyncio.get_running_loop().time() - QUEUE_SECONDS
         endpoints = self._dispatcher.scheduler.endpoints
         return any(each.inflight and self._queued.get(each.name, -inf) > since for each in endpoints)
+
+    def person_came(self) -> None:
+        """An interactive request came. If it is the first after a pause, the youngest lines beyond the limit are taken
+        back from their engines, which have done the least for them, and start again when there is room."""
+        now = asyncio.get_running_loop().time()
+        if self.governor.began(now, self.inflight) and (limit := self.governor.limit(now)) is not None:
+            lines = chain.from_iterable(entrant.started_lines() for entrant in self.entrants.values())
+            young = sorted(filter(self._is_young, lines), key=lambda line: line.sent_at, reverse=True)
+            chosen = young[: max(0, self._moving() - limit)]
+            for line in chosen:
+                line.taken_back = line.question
+            self._dispatcher.endpoints.flights.withdraw(now, [line.question for line in chosen if line.question])
+        self.touch()
+
+    def _is_young(self, line: StartedLine) -> bool:
+        """Return whether a line has lost little if its request is cancelled. No line loses anything twice."""
+        since = asyncio.get_running_loop().time() - YOUNG_SECONDS
+        return line.endpoint in self._engines and line.sent_at > since and line.taken_back is None
 
     # Batches
 
