@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -110,6 +111,7 @@ SAME_NAME = {
     "ToolUse": "the vocabulary of testing, for users",
 }
 MOST_LINES, MOST_LINES_OF_A_FUNCTION = 800, 70
+MOST_HEADERS = 15  # blocks of comments that describe a part of a file as if it were a file
 MOST_PACKED = 23  # assignments of three or more values with a call among them, each of which is a statement of its own
 
 
@@ -229,6 +231,16 @@ def test_an_assignment_of_several_values_hides_no_calls() -> None:
         if any(isinstance(target, ast.Tuple) for target in node.targets)
     ]
     assert len(packed) <= MOST_PACKED, "\n" + "\n".join(packed)
+
+
+def test_a_file_has_one_header() -> None:
+    """A block of comment lines between empty lines describes another file: it belongs to a class or a function."""
+    headers = [
+        f"{file}: {found[1]}"
+        for file in sources()
+        for found in re.finditer(r"\n\n(# .+)\n#.*\n(?:#.*\n)*\n", (ROOT / file).read_text())
+    ]
+    assert len(headers) <= MOST_HEADERS, "\n" + "\n".join(headers)
 
 
 def test_no_module_changes_a_global() -> None:

@@ -313,9 +313,6 @@ class ListSink:
                 handle(event)
 
 
-# The way of a run's events to the sinks, one at a time or many at once.
-
-
 logger = logging.getLogger("batch_agent")
 
 FREQUENT = (JobStarted, TurnStarted, TurnFinished, ToolStarted, ToolFinished, JobFinished)

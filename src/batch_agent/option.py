@@ -153,9 +153,6 @@ def _kind(value: object) -> str:
     return kinds.get(type(value), type(value).__name__)
 
 
-# The same checks for options that are arguments of a function: each may also be None.
-
-
 def check_positive(kind: type | UnionType, *, or_zero: bool = False, **options: object) -> None:
     """Raise SpecError unless each option is a finite number of this kind above 0."""
     for option, value in options.items():

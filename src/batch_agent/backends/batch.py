@@ -581,15 +581,14 @@ class JobLedger:
             self._lines.add_job_lines([b"%s%s%d}" % (line, CHECK, crc32(line)) for line in plain])
 
 
-# The batch APIs of OpenAI and Anthropic. OpenAI's takes a file of requests and gives files of answers and of errors.
-# Anthropic's takes all requests in one HTTP request; its results are lines of JSON.
-
 ENDPOINT = "/v1/chat/completions"
 WAVE = "batch_agent_wave"  # in a job's metadata
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 
 
 class OpenAIJobs(JobService):
+    """OpenAI's batch API. It takes a file of requests and gives files of answers and of errors."""
+
     most_requests, most_bytes = 50_000, 190_000_000  # of 200 MB, minus room for the fields around a body
     names_jobs = True
 
@@ -673,6 +672,8 @@ def _multipart(lines: bytes) -> tuple[str, bytes]:
 
 
 class AnthropicJobs(JobService):
+    """Anthropic's batch API. One HTTP request takes all requests of a job; the results are lines of JSON."""
+
     most_requests, most_bytes = 100_000, 245_000_000  # of 256 MB, minus room for the fields around a body
     names_jobs = False
 

@@ -53,11 +53,6 @@ def check_column(column: str, names: tuple[str, ...]) -> None:
         raise SpecError(f"document_column: the rows have a field {TEXT!r}, which the document fills: rename it")
 
 
-# Pictures in rows: which fields contain them, and where they appear in a row's message. While a message is built, a
-# picture is represented by its mark, a short text with its hash. So templates, estimates and the record need not
-# know pictures. At the end the marks are replaced by the pictures. A picture that the task does not mention is
-# appended. The caller of the compiler reads the files.
-
 Look = Callable[[Image], Image]
 """Returns a picture as it can be sent. Raises InputError for one that cannot be sent."""
 
@@ -73,7 +68,12 @@ def has_pictures(fields: Mapping[str, object]) -> bool:
 
 
 def see(fields: Mapping[str, object], named: Collection[str], look: Look) -> tuple[Mapping[str, object], Pictures]:
-    """Return the fields with marks in place of pictures, and the pictures. ``named``: further fields."""
+    """Return the fields with marks in place of pictures, and the pictures. ``named``: further fields.
+
+    A mark is a short text with the hash of its picture, so that templates, estimates and the record need not know
+    pictures. At the end ``with_pictures`` adds the marks of pictures that the task does not mention, and ``content_of``
+    puts the pictures in place of the marks.
+    """
     pictures: dict[str, Attachment] = {}
     marked: dict[str, object] = {}
     for name, value in fields.items():

@@ -461,10 +461,6 @@ def tool_text(tool: ToolSpec) -> str:
     return tool.name + tool.description + to_json(tool.parameters).decode()
 
 
-# Handles a row that does not fit the model's context: which field is too long, and what is sent instead. The longest
-# field is shortened, because it is nearly always the text that the task is about. It is cut to its head, or into
-# pieces, each of which becomes a request of its own. Each of them is marked as incomplete.
-
 How = Literal["fail", "chunk", "truncate"]
 
 # Tokens are estimates, and texts differ: a piece sized to fill the context would often be refused. With tools, the
@@ -502,7 +498,11 @@ what several say; where they contradict each other, the one that read the passag
 @dataclass(frozen=True, slots=True)
 class Sizing:
     """What fits the model's ``context``, and what is done with a row that does not. ``least`` tokens are reserved for
-    the answer, ``max_tokens`` is its limit, if set. If the context is unknown, nothing is too long."""
+    the answer, ``max_tokens`` is its limit, if set. If the context is unknown, nothing is too long.
+
+    The longest field of such a row is shortened, because it is nearly always the text that the task is about. It is cut
+    to its head, or into pieces, each of which becomes a request of its own. Each of them is marked as incomplete.
+    """
 
     how: How
     context: int | None

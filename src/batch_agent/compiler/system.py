@@ -91,10 +91,6 @@ def reference(name: str) -> str:
     return f'[{name}: given once, in the system prompt, as <input name="{name}">]'
 
 
-# The system prompt as it is sent: the user's text without a session preamble, and with the schema once. Some clients
-# put header-like lines that change with every session before their system prompt. They would give each run another
-# prefix, so they are removed; the same lines further down are content and stay.
-
 _PREAMBLE = re.compile(
     r"\A(?:[ \t]*\r?\n)*(?:[ \t]*x-(?:anthropic|amz)-[\w-]*:[^\n]*(?:\n|\Z)(?:[ \t]*\r?\n)*)+", re.IGNORECASE
 )
@@ -102,7 +98,9 @@ _DECODER = json.JSONDecoder()
 
 
 def strip_preamble(system: str) -> str:
-    """Return the text without leading ``x-anthropic-*:`` and ``x-amz-*:`` lines and the blank lines after them."""
+    """Return the text without leading ``x-anthropic-*:`` and ``x-amz-*:`` lines and the blank lines after them. Some
+    clients put such lines, which change with every session, before their system prompt; they would give each run
+    another prefix. The same lines further down are content and stay."""
     return _PREAMBLE.sub("", system)
 
 

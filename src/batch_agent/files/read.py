@@ -35,11 +35,6 @@ from batch_agent.files.rows import BOM, GUESSED, Reading, Row, converted, is_utf
 from batch_agent.job import UnreadableRow
 from batch_agent.messages import Document
 
-# Files as rows: the files of a directory, or those that match a pattern. A row has `path`, `name` and `text`. A
-# directory tree is walked in sorted order. Hidden files, hidden directories and run directories are skipped;
-# symlinks to directories are not followed. PDF, Word and HTML files also have `pages`; `documents` reads them when
-# their row starts. The row of any other file that is not text fails.
-
 RUN_FILES = {"run.json", "journal.db"}  # a directory with these is a run directory
 PDF_PACKAGES = "pypdfium2 pillow"
 
@@ -59,7 +54,9 @@ def is_pattern(text: str) -> bool:
 
 
 def open_files(files: Callable[[], Iterator[Path]], nothing: str) -> Reading:
-    """Return each file as a row. Raises SpecError with the message ``nothing`` if there is none."""
+    """Return each file as a row with ``path``, ``name`` and ``text``. Raises SpecError with the message ``nothing`` if
+    there is none. PDF, Word and HTML files also have ``pages``; ``documents`` reads them when their row starts. The row
+    of any other file that is not text fails."""
     total = 0
     formats = set[str | None]()
     base = Path.cwd()  # a tool may change the working directory meanwhile
@@ -80,6 +77,8 @@ def open_files(files: Callable[[], Iterator[Path]], nothing: str) -> Reading:
 
 
 def _files(directory: Path, base: Path) -> Iterator[Path]:
+    """Yield the files of a directory and of those below it, in sorted order, without hidden files, hidden directories
+    and run directories. Symlinks to directories are not followed."""
     with explained(f"cannot read the directory {directory}"), os.scandir(base / directory) as listing:
         entries = sorted((entry for entry in listing if not entry.name.startswith(".")), key=lambda e: e.name)
     if {entry.name for entry in entries} >= RUN_FILES:
@@ -421,10 +420,6 @@ def _without_bom(parts: Iterator[bytes]) -> Iterator[bytes]:
     yield from parts
 
 
-# Parquet files, and Hugging Face datasets saved with `save_to_disk`, read with pyarrow. A dataset on disk is a
-# directory of Arrow files and two JSON files that describe them. pyarrow reads it without the `datasets` package.
-# Cells are converted to JSON values, because rows are written to prompts, journals and results.
-
 BATCH_ROWS = 256  # converted to Python at a time: few enough not to block the event loop
 STATE, DICT = "state.json", "dataset_dict.json"
 
@@ -440,6 +435,8 @@ class _Batch(Protocol):
 
 
 def open_parquet(path: Path) -> Reading:
+    """Return the rows of a Parquet file, with their cells as JSON values: rows are written to prompts, journals and
+    results."""
     pyarrow = extra("pyarrow", f"reading {path}")
     parquet = extra("pyarrow.parquet", f"reading {path}")
     try:
@@ -460,6 +457,8 @@ def open_parquet(path: Path) -> Reading:
 
 
 def open_dataset(directory: Path) -> Reading:
+    """Return the rows of a Hugging Face dataset that was saved with ``save_to_disk``: a directory of Arrow files and
+    two JSON files that describe them. pyarrow reads it without the ``datasets`` package."""
     pyarrow = extra("pyarrow", f"reading the dataset {directory}")
     extra("pyarrow.ipc", f"reading the dataset {directory}")
     if not (directory / STATE).is_file():

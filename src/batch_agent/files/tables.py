@@ -22,11 +22,6 @@ from batch_agent.files.compression import Codec, extra, format_of
 from batch_agent.files.excel import EXCEL, OTHER_SHEETS, check_excel, write_excel
 from batch_agent.files.results import from_json, to_json
 
-# Columns of a table of results: their names and types, and the cells of a row. The columns of the input come first
-# and keep their names, or become `input.field` if a name is taken. The fields of the output follow as `output.field`
-# (an output without fields: `output`). The columns of the result come last; their names are fixed. All fields are
-# known only after the last result, so a table needs two passes: first `see` each record, then read the cells.
-
 Record = dict[str, object]  # a result line, parsed
 Type = Literal["bool", "int", "float", "text"]
 _Path = tuple[str, ...]
@@ -87,7 +82,13 @@ WHOLE = (("output",), ("input",), (MODEL,))
 
 
 class Fields:
-    """The fields of outputs and inputs, in the order of their first appearance."""
+    """The fields of outputs and inputs, in the order of their first appearance.
+
+    The columns of the input come first and keep their names, or become ``input.field`` if a name is taken. The fields
+    of the output follow as ``output.field`` (an output without fields: ``output``). The columns of the result come
+    last; their names are fixed. All fields are known only after the last result, so a table needs two passes: first
+    ``see`` each record, then read the cells.
+    """
 
     def __init__(self) -> None:
         self._kinds: dict[_Path, set[str]] = {}

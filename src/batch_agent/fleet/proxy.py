@@ -47,11 +47,6 @@ from batch_agent.scheduler.routing import Router
 from batch_agent.scheduler.server import Endpoint
 from batch_agent.scheduler.server_state import ServerState
 
-# The endpoints of a proxy: the hostfile's lines as servers of a dispatcher, and the probes that check them. The
-# dispatcher marks endpoints as down and grants slots. Each endpoint is probed here every few seconds, more often
-# while it is down, or when it has requests and sends no byte. An endpoint counts as down until its first probe has
-# returned.
-
 LOOK_SECONDS = 10.0  # between two probes of an endpoint that is up
 SILENCE_SECONDS = 3.0  # without a byte from an endpoint with requests, after which it is probed
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 5.0  # between two probes of an endpoint that is down
@@ -95,7 +90,13 @@ class Upstream:
 
 
 class Upstreams:
-    """``max_inflight`` applies to each endpoint, times its weight."""
+    """The endpoints of a proxy: the lines of the hostfile as servers of a dispatcher, and the probes that check them.
+    ``max_inflight`` applies to each endpoint, times its weight.
+
+    The dispatcher marks endpoints as down and grants slots. Each endpoint is probed here every few seconds, more often
+    while it is down, or when it has requests and sends no byte. An endpoint counts as down until its first probe has
+    returned.
+    """
 
     def __init__(self, hosts: Sequence[AgentEndpoint], max_inflight: int, prober: Prober) -> None:
         self._max_inflight = max_inflight

@@ -32,19 +32,19 @@ from batch_agent.gateway.messages import MessagesDialect
 from batch_agent.gateway.responses import ResponsesDialect
 from batch_agent.messages import JsonObject, Message, Reply
 
-# The response to a client whose answer takes long: events as they come, and keep-alive data. If a server is down,
-# the request waits, and the client must not time out meanwhile. After a few seconds the response starts: a stream
-# gets comments, a JSON document gets spaces before its first brace; every reader ignores both. An answer that comes
-# sooner gets its proper status.
-
 FIRST_SECONDS = 15.0  # before the response starts without an answer
 EVERY_SECONDS = 10.0
 COMMENT, SPACE = b": keep-alive\n\n", b" "
 
 
 class Waiting:
-    """Entered while the answer is pending. ``response`` is the one that was started, if any. ``keeps_alive``: data is
-    sent although there is no answer yet."""
+    """The response to a client while its answer is pending. ``response`` is the one that was started, if any.
+    ``keeps_alive``: data is sent although there is no answer yet.
+
+    If a server is down, the request waits, and the client must not time out meanwhile. So after a few seconds the
+    response starts: a stream gets comments, a JSON document gets spaces before its first brace; every reader ignores
+    both. An answer that comes sooner gets its proper status.
+    """
 
     def __init__(self, request: web.BaseRequest, *, streamed: bool, keeps_alive: bool = True) -> None:
         self._request = request

@@ -1,4 +1,7 @@
-"""The dialect of ``/v1/responses``: reads requests, and writes answers, whole or as numbered events. Pure."""
+"""The dialect of ``/v1/responses``: reads requests, and writes answers, whole or as numbered events. Pure.
+
+In a request a conversation is a list of items. Text and calls of one answer are several items, but one message.
+"""
 
 from __future__ import annotations
 
@@ -199,9 +202,6 @@ def _written_usage(usage: Usage) -> JsonObject:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
 
-
-# Reads requests of `/v1/responses` into messages. Pure. There a conversation is a list of items. Text and calls of
-# one answer are several items, but one message.
 
 ROLES: dict[JsonValue, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 TEXT_TOOL: JsonObject = {  # a tool with text input, as shown to a model that knows only functions

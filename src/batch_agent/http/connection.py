@@ -22,11 +22,6 @@ from batch_agent.http.failures import BrokenOff, ClosedEarly, NotHttp, TooLarge,
 if TYPE_CHECKING:
     from batch_agent.http.origin import Origin
 
-# Parses server-sent events incrementally: bytes in, ``(event name, data)`` out.
-#
-# Pure, and independent of the data's meaning. Lines are split in bytes, so a chunk may end anywhere, even inside a
-# UTF-8 sequence or between CR and LF. Data stay bytes: the JSON parser checks the encoding.
-
 Event = tuple[str, bytes]
 
 BOM = b"\xef\xbb\xbf"
@@ -37,6 +32,10 @@ class EventTooLarge(ValueError):
 
 
 class SSEParser:
+    """Parses server-sent events incrementally: bytes in, ``(event name, data)`` out. Lines are split in bytes, so a
+    chunk may end anywhere, even inside a UTF-8 sequence or between CR and LF. Data stay bytes: the JSON parser checks
+    the encoding."""
+
     __slots__ = ("_after_cr", "_at_start", "_data", "_limit", "_line", "_name", "_size")
 
     def __init__(self, max_event_bytes: int = 16 * 1024 * 1024) -> None:

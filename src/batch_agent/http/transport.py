@@ -22,8 +22,6 @@ from batch_agent.http.failures import ClosedEarly
 from batch_agent.http.opened import OpenResponse
 from batch_agent.http.origin import Origin, basic_authorization
 
-# Writes the head of a request as bytes.
-
 _OWN = frozenset({"content-length", "host", "transfer-encoding"})  # these decide where a request goes and ends
 _WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 _TARGET = re.compile(r"[!-~]+")

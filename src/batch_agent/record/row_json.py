@@ -68,15 +68,12 @@ def _refuse_data(value: object) -> None:
                 _refuse_data(item)
 
 
-# A result outside the process of its worker is three lines of JSON: the line of the result files; the number of the
-# worker, and whether it computed the result from the record; and the texts that the files do not have, which are
-# decoded when they are first read.
-
-
 def encode_result(
     result: AgentResult[object], schema: OutputSchema[object] | None, *, worker: int, messages: bool
 ) -> bytes:
-    """Return a result as JSON, with its transcript if ``messages`` is set."""
+    """Return a result as three lines of JSON: the line of the result files; the number of the worker, and whether it
+    computed the result from the record; and the texts that the files do not have, which are decoded when they are first
+    read. The texts include the transcript if ``messages`` is set."""
     try:
         line = result_line(result, schema)
     except Invalid as error:  # the user's worker function can return anything

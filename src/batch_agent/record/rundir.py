@@ -269,17 +269,18 @@ def _unwritable(path: Path, error: OSError) -> StoreError:
     return StoreError(f"cannot write in the run directory {path}: {error.strerror}. Earlier records are kept")
 
 
-# Writes `results.jsonl` and `failures.jsonl`, and keeps them complete when sessions are interrupted. The first
-# session writes the files themselves. A later session writes drafts beside them (`.new`) and replaces the files when
-# it ends. If it delivered every row, the drafts are used unchanged. Else the earlier lines of rows that it did not
-# deliver are added, so that stopping a resumed run loses no line. Drafts left by a kill are merged when the next
-# session begins. All calls block and raise OSError.
-
 LINE = re.compile(rb'\{"index": ?(\d{1,10}),.*\}\n', re.DOTALL)  # a complete line
 
 
 class ResultFiles:
-    """``paths`` are the files. Each row has its line in one of them."""
+    """Writes ``results.jsonl`` and ``failures.jsonl``, and keeps them complete when sessions are interrupted. ``paths``
+    are the files. Each row has its line in one of them. All calls block and raise OSError.
+
+    The first session writes the files themselves. A later session writes drafts beside them (``.new``) and replaces the
+    files when it ends. If it delivered every row, the drafts are used unchanged. Else the earlier lines of rows that it
+    did not deliver are added, so that stopping a resumed run loses no line. Drafts left by a kill are merged when the
+    next session begins.
+    """
 
     def __init__(self, *paths: Path) -> None:
         self._paths = paths

@@ -70,10 +70,6 @@ from batch_agent.serve.turnstile import Turnstile
 from batch_agent.serve.upstreams import ModelServers, again_after, for_clients
 from batch_agent.spec import BatchSpec
 
-# The wires of clients, by path: `/v1/completions` and `/v1/embeddings`; the others are the gateway's. Pure.
-# `/v1/embeddings` exists only for a backend with the same wire. A completion of one prompt is also written as a
-# message to any other backend.
-
 CHAT = ChatDialect()
 
 
@@ -95,7 +91,8 @@ class _PlainDialect:
 
 
 class CompletionsDialect(_PlainDialect):
-    """Completions of a prompt, without messages."""
+    """Completions of a prompt, without messages (``/v1/completions``). One prompt is also written as a message to a
+    backend with another wire."""
 
     wire = "completions"
 
@@ -154,6 +151,8 @@ class CompletionsDialect(_PlainDialect):
 
 
 class EmbeddingsDialect(_PlainDialect):
+    """Embeddings of texts (``/v1/embeddings``), only for a backend with the same wire."""
+
     wire = "embeddings"
 
     def read_kind(self, body: JsonObject, model: str) -> RequestKind:
@@ -439,10 +438,6 @@ def status_of(error: JobError) -> int:
     return 500
 
 
-# Interactive requests: of people, who wait for the answer. They go before all lines, whole or streamed. A backend with
-# the client's own wire passes its stream through, byte by byte. From any other backend the text arrives piece by piece,
-# and is written as events of the client's wire; tool calls and usage follow at the end.
-
 MAX_BODY_BYTES = 64 * 1024 * 1024
 MOST_RETRIES = 2
 LOOK_SECONDS = 1.0  # between two looks whether a request waits in vain
@@ -453,7 +448,12 @@ _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 
 
 class Interactive:
-    """``patience``: seconds that an outage is waited out. Then the answer is 503 with the reason and Retry-After."""
+    """Requests of people, who wait for the answer. They go before all lines of batches, whole or streamed.
+    ``patience``: seconds that an outage is waited out. Then the answer is 503 with the reason and Retry-After.
+
+    A backend with the client's own wire passes its stream through, byte by byte. From any other backend the text
+    arrives piece by piece, and is written as events of the client's wire; tool calls and usage follow at the end.
+    """
 
     def __init__(
         self,

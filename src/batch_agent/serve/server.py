@@ -383,14 +383,14 @@ class BatchService:
         await self.batches.forget_runs()
 
 
-# What people and monitoring see of a server: its state, its batches, their outcomes, and the numbers for Prometheus.
-# The operator's key sees everything; the key of a tenant sees what belongs to the tenant. `/metrics` is the
-# operator's, unless the server listens on loopback.
-
 ROW_STATES = ("succeeded", "failed", "waiting")
 
 
 class Admin:
+    """What people and monitoring see of a server: its state, its batches, their outcomes, and the numbers for
+    Prometheus. The operator's key sees everything; the key of a tenant sees what belongs to the tenant. `/metrics` is
+    the operator's, unless the server listens on loopback."""
+
     def __init__(self, service: BatchService) -> None:
         self._service = service
         self._began = monotonic()

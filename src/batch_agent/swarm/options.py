@@ -219,9 +219,6 @@ OF_A_CALL: dict[str, Any] = {
 }
 
 
-# Values that users give. A SpecError says which one is wrong, and what is valid.
-
-
 def whole(name: str, value: object, least: int | None = 1) -> int:
     """Return the value as an integer of at least ``least``; None: without a lower limit."""
     try:

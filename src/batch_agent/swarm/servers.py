@@ -309,10 +309,6 @@ class Servers:
         return found
 
 
-# How prompts are written in requests, and how answers are read as Responses. Choices are matched by ``index``; a prompt
-# without a choice fails alone. The server reports one usage sum for a list, and each prompt gets its share.
-
-
 @dataclass(frozen=True, slots=True)
 class Form:
     """How prompts are written in a request: in which field, and how one choice is read."""
@@ -363,7 +359,8 @@ COMPLETIONS = Form("/v1/completions", "prompt", lambda prompts, _: list(prompts)
 
 
 def read_answers(exchange: Exchange, agent_index: int, prompts: Sequence[str], n: int, form: Form) -> list[Response]:
-    """Read ``n`` answers for each prompt, in order."""
+    """Return ``n`` answers for each prompt, in order. Choices are matched by ``index``; a prompt without a choice fails
+    alone. The server reports one usage for a list, and each prompt gets its share."""
     try:
         # The answer of /generate is written like one choice.
         document = exchange.document

@@ -35,13 +35,12 @@ from batch_agent.testing.wire import (
     content_text,
 )
 
-# The format of answers of Anthropic's `/v1/messages`, and a request of it as a script sees it. Pure. The pieces are
-# those of `wire`; here they become blocks, one after another, and thoughts get a signature.
-
 _STOPS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
 
 
 class MessagesRequest(Request):
+    """A request of ``/v1/messages`` as a script sees it."""
+
     __slots__ = ()
     dialect = MessagesDialect()
 
@@ -57,6 +56,9 @@ class MessagesRequest(Request):
 
 
 class MessagesWire(Wire):
+    """The format of answers of Anthropic's ``/v1/messages``. The pieces of an answer are those of ``wire``; here they
+    become blocks, one after another, and thoughts get a signature."""
+
     def __init__(self, request: MessagesRequest) -> None:
         super().__init__(request, model=request.model, fingerprint="scripted")
         self._index = -1  # of the open block

@@ -322,9 +322,6 @@ def engine_metrics(engine: SimulatedEngine) -> str:
     return str(told)
 
 
-# The simulated engine over HTTP: the same wire, with the timing and cache of the simulation.
-
-
 async def serve_simulated(
     *, host: str = "127.0.0.1", port: int = 8000, engine: EngineModel, ready: Callable[[str], None]
 ) -> None:

@@ -147,15 +147,14 @@ def content_text(content: JsonValue) -> str:
     return string_of(content)
 
 
-# Scripts decide the answer to each request. A list is used in order; a function sees the request. A control request
-# (``control_requests``) gets the answer that is next in the list, and leaves it there. Without a script the answer is
-# minimal: a forced tool call, the smallest JSON that fits the schema, or an echo.
-
 Script = Sequence[ScriptedReply] | Callable[[Request], ScriptedReply | Awaitable[ScriptedReply]]
 
 
 async def scripted_reply(script: Script | None, request: Request, earlier: Sequence[Request]) -> ScriptedReply:
-    """Return the reply to a request that came after ``earlier`` ones."""
+    """Return the reply to a request that came after ``earlier`` ones. A list of replies is used in order; a function
+    sees the request. A control request (``control_requests``) gets the reply that is next in the list, and leaves it
+    there. Without a script the reply is minimal: a forced tool call, the smallest JSON that fits the schema, or an
+    echo."""
     if script is None:
         return default_reply(request)
     if callable(script):

@@ -20,13 +20,10 @@ from batch_agent.messages import Attachment, Content, content_text, images_of
 from batch_agent.tools.context import ToolContext
 from batch_agent.value_type import value_type
 
-# Gates that a call passes before it runs. Each gate has a FIFO queue.
-#
-# A call that leaves a queue has used nothing. Leaving takes constant time, because thousands of calls may wait for
-# one slow tool and be cancelled at once.
-
 
 class Gate(Protocol):
+    """A gate that a call passes before it runs."""
+
     def enter_nowait(self) -> bool:
         """Enter if no waiting is needed and no call is in the queue. Returns whether it entered."""
 
@@ -37,6 +34,9 @@ class Gate(Protocol):
 
 
 class Line:
+    """The FIFO queue of a gate. A call that leaves it has used nothing. Leaving takes constant time, because thousands
+    of calls may wait for one slow tool and be cancelled at once."""
+
     def __init__(self) -> None:
         self._places: OrderedDict[asyncio.Future[None], None] = OrderedDict()
 
@@ -87,11 +87,6 @@ class CallSlots:
             self._free += 1
 
 
-# Rate limits of tools: reading a rate, the window of calls (pure), and the gate that enforces it.
-#
-# With "10/s", ten calls start at once, and the next ones when these are a second old: at most ten start in any
-# second. With "5/hour", one call starts now and the next in twelve minutes.
-
 _SECONDS = {"s": 1, "sec": 1, "second": 1, "m": 60, "min": 60, "minute": 60, "h": 3600, "hour": 3600, "day": 86400}
 _RATE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*/\s*([a-z]+)\s*", re.IGNORECASE)
 # After sleeping until a time, the clock may show slightly less because of rounding.
@@ -137,7 +132,11 @@ class Window:
 
 
 class RateGate:
-    """Gate that admits calls in FIFO order at the rate. A call that leaves the queue uses nothing."""
+    """Gate that admits calls in FIFO order at the rate. A call that leaves the queue uses nothing.
+
+    With "10/s", ten calls start at once, and the next ones when these are a second old: at most ten start in any
+    second. With "5/hour", one call starts now and the next in twelve minutes.
+    """
 
     def __init__(self, rate: float) -> None:
         self._window = Window(rate)
@@ -191,8 +190,6 @@ class RateGate:
             self._set_timer()
 
 
-# Cached results of tools for one run: an LRU cache with a limit in bytes. Pure.
-
 CACHE_BYTES = 64 * 1024 * 1024
 # Memory of an entry without its text: keys, the entry itself, the table.
 _OVERHEAD_BYTES = 300
@@ -208,6 +205,8 @@ class _Entry:
 
 
 class ResultCache:
+    """Cached results of tools for one run: an LRU cache with a limit in bytes. Pure."""
+
     def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
         self._max_bytes = max_bytes
         self._size_bytes = 0
@@ -253,8 +252,6 @@ class ResultCache:
         self._size_bytes -= self._entries.pop(key).size_bytes
         self._unasked.discard(key)
 
-
-# Statistics of a tool's calls: counts, and latencies in constant memory.
 
 # Each bucket is 2 % wider than the one before, so the error of a quantile is at most 1 %.
 _LOG_STEP = math.log(1.02)

@@ -329,8 +329,6 @@ def _type_name(fragment: Mapping[str, typing.Any]) -> str:
     return str(fragment.get("type", "any"))
 
 
-# Conversion of a tool's result to text and images for the model. The text has a maximum length.
-
 # Default maximum of a result, about fifty pages. A conversation holds several results, and each later turn sends them
 # again.
 MAX_TOKENS = 16_000

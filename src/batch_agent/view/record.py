@@ -37,11 +37,6 @@ from batch_agent.view.gold import RunMarks
 
 MOST_PROMISED = 50_000  # rows of a run that works, of which a promise is computed again and again
 
-# Filters of rows: a state, a type of error, and the text of the search box. Words are searched in a row's id, input,
-# output and error. All of them must match; case is ignored. `"two words"` is searched as a phrase. `name:value`
-# matches a field of the input or the output. `turns:>3`, `seconds:<10`, `cost:>0.01` and `attempts:>1` compare
-# numbers.
-
 STATES = {
     "ok": "ok = 1",
     "failed": "ok = 0",
@@ -63,6 +58,13 @@ WORD = re.compile(r'(?:([\w.-]+):)?(?:"([^"]*)"|(\S+))')
 
 @dataclass(frozen=True)
 class Query:
+    """A filter of rows: a state, a type of error, and the text of the search box.
+
+    Words are searched in a row's id, input, output and error. All of them must match; case is ignored. ``"two words"``
+    is searched as a phrase. ``name:value`` matches a field of the input or the output. ``turns:>3``, ``seconds:<10``,
+    ``cost:>0.01`` and ``attempts:>1`` compare numbers.
+    """
+
     state: str = ""
     error: str = ""
     text: str = ""
@@ -160,10 +162,6 @@ def _lower(value: object) -> str:
     return "" if value is None else str(value).lower()
 
 
-# An index of a run's rows in a temporary directory, to sort, filter and page the table. It is built from the result
-# lines of the run, block by block, and grows with them. It is built again when a session replaces them. Inputs and
-# outputs stay in the record and are read when they are shown. Methods block. Use an object in one thread only.
-
 Value: TypeAlias = int | float | str | bytes | None
 
 COLUMNS = (
@@ -197,6 +195,13 @@ UNUSUAL = 3.0  # standard deviations from the mean
 
 
 class RowIndex:
+    """An index of a run's rows in a temporary directory, to sort, filter and page the table.
+
+    It is built from the result lines of the run, block by block, and grows with them. It is built again when a session
+    replaces them. Inputs and outputs stay in the record and are read when they are shown. Methods block. Use an object
+    in one thread only.
+    """
+
     def __init__(self, run: RunReader, marks: RunMarks | None = None) -> None:
         self._run, self._marks = run, marks
         self._folder = tempfile.TemporaryDirectory(prefix="batch-agent-view-", ignore_cleanup_errors=True)

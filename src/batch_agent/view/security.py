@@ -97,9 +97,6 @@ def add_headers(response: web.StreamResponse) -> web.StreamResponse:
     return response
 
 
-# The files of a page. Its JavaScript modules are one script, so that the page needs one request and a report one
-# script.
-
 STATIC = Path(__file__).parent / "static"
 TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html"}
 # In the order of their imports.
@@ -113,6 +110,7 @@ EXPORTED = re.compile(r"^export (?:async )?(?:function|const) (\w+)", re.MULTILI
 
 @cache
 def bundle(scripts: tuple[str, ...] = SCRIPTS) -> str:
+    """Return these JavaScript modules as one script, so that the page needs one request and a report one script."""
     return "".join(_plain((STATIC / f"{name}.js").read_text(), name) for name in scripts)
 
 

@@ -214,15 +214,14 @@ def _model_name(entry: JsonObject) -> str:
     return "" if entry.get("lifecycle") == "retired" else string_of(entry.get("id"))
 
 
-# Finds what Anthropic's API would refuse in every request of a shape, before the first is sent. Pure. Only rules
-# known in advance are checked: those of an API version, or of a model by its name. The server checks the rest.
-
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 _DEFAULT = 1  # of temperature and top_p: models without sampling parameters may still accept the default
 
 
 def check_shape(shape: RequestShape, *, takes_sampling: bool) -> None:
-    """Raise SpecError for a shape that the API refuses. ``takes_sampling`` depends on the API version."""
+    """Raise SpecError for a shape that the API refuses. ``takes_sampling`` depends on the API version. Only rules that
+    are known before the first request are checked: those of an API version, or of a model by its name. The server
+    checks the rest."""
     if shape.seed is not None:
         raise SpecError("seed: Anthropic's API has no seed; leave it out")
     sampling = {"temperature": shape.temperature, "top_p": shape.top_p}

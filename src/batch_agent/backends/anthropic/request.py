@@ -24,12 +24,6 @@ from batch_agent.compiler.tokens import BYTES_PER_TOKEN
 from batch_agent.errors import SpecError
 from batch_agent.messages import Attachment, Content, Document, JsonObject, Message, ToolCall, ToolSpec
 
-# Rewrites an answer's JSON schema for `output_config.format`. Pure. The API compiles schemas to a grammar and
-# refuses what it cannot compile: open objects, recursion, bounds of numbers, strings or lists, and too many optional
-# or alternative parts. Bounds move into the part's description, because every answer is checked against the full
-# schema anyway. A schema that a grammar cannot express (a map, a part of any type, a root that is not an object) is
-# not sent.
-
 # The API answers 400 to more than these.
 MOST_OPTIONAL = 24
 MOST_UNIONS = 16
@@ -48,7 +42,13 @@ _REFERENCE = "#/$defs/"
 
 
 def format_schema(schema: JsonObject) -> JsonObject | None:
-    """Return the schema in the form the API accepts; None if that is impossible."""
+    """Return the schema in the form the API accepts; None if that is impossible.
+
+    The API compiles schemas to a grammar and refuses what it cannot compile: open objects, recursion, bounds of
+    numbers, strings or lists, and too many optional or alternative parts. Bounds move into the description of their
+    part, because every answer is checked against the full schema anyway. A map, a part of any type, and a root that is
+    not an object have no grammar.
+    """
     try:
         form = _Form(schema).root()
     except Inexpressible:

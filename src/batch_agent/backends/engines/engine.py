@@ -155,9 +155,6 @@ def whole(value: JsonValue) -> int | None:
     return number if number > 0 else None
 
 
-# Reads the few needed values from Prometheus text. Pure. A server is polled about once a second, and most of its
-# text is histogram buckets. So lines of other metrics are skipped without parsing, and unreadable lines are ignored.
-
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _ESCAPED = re.compile(r"\\(.)")
 
@@ -169,6 +166,9 @@ class Sample:
 
 
 class Exposition:
+    """The values with these names in Prometheus text. A server is polled about once a second, and most of its text is
+    histogram buckets. So lines of other metrics are skipped without parsing, and unreadable lines are ignored."""
+
     def __init__(self, text: str, names: Collection[str]) -> None:
         self._samples: dict[str, list[Sample]] = {}
         for name, sample in _read(text, names):
@@ -265,10 +265,6 @@ async def _ask_list(
     return await infer_in_lists(asked, -(-len(asked) // 2), ask_list, ask_one)
 
 
-# What an engine lacks for agents, the flag that sets it, and what it is worth as far as it was measured. Pure:
-# `EngineState` comes from the adapters of the engines. The numbers of an engine are measured on that engine:
-# docs/kv.md and benchmarks/engines.md say how.
-
 SHARED = 0.5  # the least part of a prompt that two requests share where the prefix cache works
 
 
@@ -351,7 +347,9 @@ WORTH: Mapping[str, Mapping[str, str]] = MappingProxyType(
 
 
 def advice(state: EngineState, *, agents: int | None = None, context_tokens: int | None = None) -> Iterator[Advice]:
-    """What to change, the most valuable first. ``agents`` with contexts of ``context_tokens`` are to run at once."""
+    """Yield what an engine lacks for agents, with the flag that sets it and what it is worth; the most valuable first.
+    ``agents`` with contexts of ``context_tokens`` are to run at once. The worth was measured on that engine
+    (docs/kv.md, benchmarks/engines.md)."""
     flags, worth = FLAGS[state.engine], WORTH[state.engine]
     if state.prefix_caching is False:
         yield Advice(LACKS["prefix_caching"], flags["prefix_caching"], worth["prefix_caching"])

@@ -49,11 +49,6 @@ from batch_agent.http.transport import CONNECT_SECONDS, Transport, with_length, 
 from batch_agent.messages import JsonObject, Reply, Sealed, Usage
 from batch_agent.value_type import lazy_property
 
-# HTTP client of the backends: a server's address, headers and proxy, and bytes in and out.
-#
-# The backend interprets the bytes, ``wire`` creates the errors, ``transport`` owns the connections. Nothing here
-# waits for a slot, retries or sets a time limit. Cancelling a call closes its connection, which tells the server.
-
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 LIMITED = RATE_LIMIT.encode()
 STREAM_ALLOWANCE = 4  # a stream has many more bytes than its tokens, and is not kept in memory
@@ -78,7 +73,10 @@ class Route:
 
 
 class HttpClient:
-    """Entered once by each user; each also enters the transport, which is its own unless one is given.
+    """The HTTP client of the backends: a server's address, headers and proxy, and bytes in and out. It waits for no
+    slot, retries nothing and sets no time limit. Cancelling a call closes its connection, which tells the server.
+
+    Entered once by each user; each also enters the transport, which is its own unless one is given.
 
     A server that wants its key in another header than ``Authorization`` gets it in ``headers``; one that wants signed
     requests, through ``sign``. ``wording`` says how the wire's servers describe errors.
@@ -481,12 +479,6 @@ def _hearing(feed: Receive, request: ModelRequest, clock: Callable[[], float]) -
     return receive
 
 
-# The probe for all HTTP servers: ``/health`` beside the API, then the list of models. Neither costs a token.
-#
-# Engines are healthy long before they serve a model, and a stuck engine may list models while ``/health`` fails, so
-# both are requested. Providers have no ``/health``, and some list no models: those are "unknown", unless they
-# answered.
-
 PROBE_SECONDS = 2.0  # for both requests together
 NO_ACCESS = (401, 403)
 
@@ -495,7 +487,13 @@ Entries = Mapping[str, JsonObject]
 
 
 async def probe_server(client: HttpClient) -> Probe:
-    """Return whether the server is up. Never raises BackendError. The client must be entered."""
+    """Return whether the server is up, by ``/health`` beside the API and by the list of models. Neither costs a token.
+    Never raises BackendError. The client must be entered.
+
+    Engines are healthy long before they serve a model, and a stuck engine may list models while ``/health`` fails, so
+    both are requested. Providers have no ``/health``, and some list no models: those are "unknown", unless they
+    answered.
+    """
     probe, _ = await probe_models(client)
     return probe
 

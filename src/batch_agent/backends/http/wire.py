@@ -46,11 +46,6 @@ from batch_agent.http.failures import (
 from batch_agent.messages import Allowance, JsonObject, Message, Quota, Reply, ToolCall, Usage
 from batch_agent.outputs.surrogates import mended_all, read_json, readable_json
 
-# Turns failures at one URL into BackendErrors with a message: what happened, where, and what the server said.
-#
-# Statuses, error objects and transport failures become errors only here. Texts from servers and libraries pass
-# through ``clean`` before they are shown: it removes secrets and control characters, and shortens them.
-
 SHOWN_CHARS = 500
 OVERLOAD_STATUSES = frozenset({503, 529})  # in addition to 429
 NO_KEY = "no key was sent: set BATCH_AGENT_API_KEY, or give api_key="
@@ -147,7 +142,12 @@ class ServerError:
 
 
 class Faults:
-    """Builds the errors of one route. ``where`` is a method and a URL without credentials."""
+    """Turns failures at one URL into BackendErrors with a message: what happened, where, and what the server said.
+    ``where`` is a method and a URL without credentials.
+
+    Statuses, error objects and transport failures become errors only here. Texts from servers and libraries pass
+    through ``clean`` before they are shown: it removes secrets and control characters, and shortens them.
+    """
 
     __slots__ = ("_secrets", "_wording", "where")
 

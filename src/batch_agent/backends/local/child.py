@@ -32,11 +32,6 @@ from batch_agent.messages import JsonObject
 if TYPE_CHECKING:
     from pydantic import JsonValue
 
-# Tracks from outside which prompt blocks the engine has cached, to decide which request starts now and which waits.
-# The engine shares the KV cache of equal prompt prefixes in blocks of BLOCK_TOKENS, but only after they are
-# computed: two requests that start cold together both compute them. A request whose next block is being computed by
-# another one waits for that one's first token. Pure bookkeeping: no engine, no clock.
-
 BLOCK_TOKENS = 32  # of the engine's CPU device
 
 Chain = tuple[int, ...]  # one hash per full block, each of everything up to its end
@@ -51,7 +46,13 @@ def chain_of(tokens: array[int]) -> Chain:
 
 
 class PrefixCache:
-    """``capacity`` is the engine's number of blocks. Like the engine, it then drops the least recently used."""
+    """Tracks which prompt blocks the engine has cached, to decide which request starts now and which waits.
+    ``capacity`` is the engine's number of blocks. Like the engine, it then drops the least recently used.
+
+    The engine shares the KV cache of equal prompt prefixes in blocks of BLOCK_TOKENS, but only after they are computed:
+    two requests that start cold together both compute them. So a request whose next block is being computed by another
+    one waits for that one's first token.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity

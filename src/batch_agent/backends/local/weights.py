@@ -345,11 +345,6 @@ def _pip() -> list[str]:
     return [*command, "--progress-bar", "raw" if version >= RAW_PROGRESS_SINCE else "off"]
 
 
-# Downloads one file from a model hub (huggingface.co, or `HF_ENDPOINT`), resumes after a break, and checks its hash.
-# The hub reports the hash. The incomplete file is in the target directory under a name that contains the hash, so
-# that a later download can continue it. It gets its final name when it is complete. Proxies are those of the
-# environment. Blocks.
-
 HUB = "https://huggingface.co"
 SILENCE = 30.0  # seconds without a byte
 ATTEMPTS = 5  # in sequence without progress
@@ -375,7 +370,12 @@ class _Broken(Exception):
 def fetch_file(
     file: HubFile, target: Path, report: Report, *, pause: float = PAUSE, spare_bytes: int = SPARE_BYTES
 ) -> str:
-    """Download the file to ``target`` and return its SHA-256. Raises SpecError, and OSError for disk errors."""
+    """Download the file from a model hub (huggingface.co, or ``HF_ENDPOINT``) to ``target``, and return its SHA-256,
+    which is checked. Raises SpecError, and OSError for disk errors. Blocks.
+
+    After a break the download continues: until it is complete, the file lies in the target directory under a name that
+    contains its hash, which the hub reports. Proxies are those of the environment.
+    """
     hub = _Hub(os.environ)
     stated = hub.ask(file)
     part = target.with_name(f".{target.name}.{stated.sha256[:16]}.part")

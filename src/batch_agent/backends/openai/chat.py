@@ -58,12 +58,6 @@ from batch_agent.messages import (
 )
 from batch_agent.value_type import lazy_property
 
-# Reads answers of ``/chat/completions``, whole or streamed, into a Reply. Pure, and tolerant of the many dialects.
-#
-# Tolerant means that equivalent forms are accepted: null for an empty list, an object for JSON text, parts for text,
-# missing ids. An incomplete answer (cut, aborted, filtered, empty, an error object) is always raised as a
-# BackendError.
-
 WIRE = "chat"
 SIGNATURES = "extra_content"  # field of a call
 
@@ -111,6 +105,9 @@ _CACHE_WRITES = ("cache_write_tokens", "cache_creation_tokens", "created_cache_t
 
 
 def read_answer(body: bytes, naming: Naming) -> Reply:
+    """Return the Reply in an answer of ``/chat/completions``. Equivalent forms are accepted: null for an empty list, an
+    object for JSON text, parts for text, missing ids. Raises BackendError for an incomplete answer: cut, aborted,
+    filtered, empty, or an error object."""
     faults = naming.faults
     document = object_of(body, faults)
     choices = document.get("choices")
@@ -440,11 +437,6 @@ def read_usage(value: JsonValue) -> Usage:
     return usage_of(prompt, cached, completion, reasoning, counted(details, *_CACHE_WRITES))
 
 
-# What servers of OpenAI's family share beside the wire: dialect, per-request fields, detection of missing features.
-#
-# A schema that is refused or ignored is detected from the first answers and remembered: later requests omit it, and
-# ``Capabilities`` reports it. If a server does not have a model, the error lists the models it has.
-
 logger = logging.getLogger("batch_agent")
 
 SCHEMA, LOGPROBS = "schema", "logprobs"  # the options that a server may refuse
@@ -465,7 +457,11 @@ NO_TAIL: Tail = {}, None
 
 class OpenAIServer(HttpBackend[bytes]):
     """One server at ``base_url`` (without the wire's path). ``tail`` returns the fields of one request, for servers
-    that accept hints; ``query`` is appended to every path. With ``models`` the server is not asked for its list."""
+    that accept hints; ``query`` is appended to every path. With ``models`` the server is not asked for its list.
+
+    A schema that the server refuses or ignores is detected from the first answers and remembered: later requests omit
+    it, and ``Capabilities`` reports it. If the server does not have a model, the error lists the models it has.
+    """
 
     path: str  # of the wire
     view: type[JsonView]  # of the wire

@@ -97,11 +97,6 @@ def _cut(text: str, calls: tuple[ToolCall, ...], max_tokens: int | None) -> Simu
     )
 
 
-# Builds the smallest JSON value that fits a JSON schema, as the answer of a simulated model. Supported: `$ref` into
-# the schema itself, `const`, `enum`, `anyOf`, `oneOf`, `allOf`, types and lists of types, required properties, array
-# and string lengths, number bounds and `multipleOf`, the common string formats. Not supported: `pattern`, `not`,
-# conditionals, `uniqueItems` above one item; such a value may not validate.
-
 FORMATS = {
     "date": "2000-01-01",
     "date-time": "2000-01-01T00:00:00Z",
@@ -121,7 +116,13 @@ class Endless(Exception):
 
 
 def minimal_instance(schema: JsonObject, *, filler: str = "") -> JsonValue:
-    """Return the value. ``filler`` is put into unconstrained strings, so that two callers can differ."""
+    """Return the smallest JSON value that fits a JSON schema. ``filler`` is put into unconstrained strings, so that two
+    callers can differ.
+
+    Supported: `$ref` into the schema itself, `const`, `enum`, `anyOf`, `oneOf`, `allOf`, types and lists of types,
+    required properties, array and string lengths, number bounds and `multipleOf`, the common string formats. Not
+    supported: `pattern`, `not`, conditionals, `uniqueItems` above one item; such a value may not validate.
+    """
     try:
         return _Builder(schema, filler).visit(schema, ())
     except Endless:

@@ -21,15 +21,16 @@ from batch_agent.errors import Rejected, Truncated
 from batch_agent.messages import Reply, Usage
 from batch_agent.vllm_pin import Order
 
-# Runs the engine over time: one step after another on the event loop's clock, as callbacks, without a task. A step's
-# results appear when its seconds have passed. The clock is `loop.time()`, so under a virtual clock simulated hours
-# take only their computing time. This file does not know callers or wire formats.
-
 OnToken = Callable[[Sequence], None]
 
 
 class EngineRunner:
-    """Serves any number of callers of one event loop at a time."""
+    """Runs the engine over time: one step after another on the event loop's clock, as callbacks, without a task. It
+    serves any number of callers of one event loop at a time.
+
+    The results of a step appear when its seconds have passed. So under a virtual clock simulated hours take only their
+    computing time.
+    """
 
     def __init__(self, model: EngineModel) -> None:
         self.engine = SimulatedEngine(model)

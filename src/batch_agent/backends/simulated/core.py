@@ -21,11 +21,6 @@ from batch_agent.backends.simulated.tokens import TOKEN_BYTES, count_tokens
 from batch_agent.errors import ContextOverflow, InternalError, Rejected, Unavailable
 from batch_agent.vllm_pin import EngineBlock, Order, Pins
 
-# The paged KV cache: a fixed number of blocks, shared by content, evicted least recently used first. A block is
-# *held* while a running sequence refers to it and *idle* otherwise. An idle block keeps its content and its name
-# until its memory is needed; a prefix hit reuses it at no cost. This file knows blocks and their names; the engine
-# knows their content and holders.
-
 BlockName = bytes  # digest of a block's tokens and of all tokens before it
 
 
@@ -40,7 +35,12 @@ class Block:
 
 
 class BlockPool:
-    """The blocks, given by number. Pins (``batch_agent.vllm_pin``) use it like vLLM's pool."""
+    """The paged KV cache: a fixed number of blocks, given by number, shared by content, evicted least recently used
+    first. Pins (``batch_agent.vllm_pin``) use it like vLLM's pool.
+
+    A block is *held* while a running sequence refers to it and *idle* otherwise. An idle block keeps its content and
+    its name until its memory is needed; a prefix hit reuses it at no cost.
+    """
 
     def __init__(self, size: int) -> None:
         self.num_gpu_blocks = size

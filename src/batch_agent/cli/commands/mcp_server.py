@@ -33,10 +33,6 @@ from batch_agent.record.reader import look, open_run
 from batch_agent.record.rundir import LOCK, RUN
 from batch_agent.version import __version__
 
-# Batches that a coding agent starts: each has its own run directory and process. The process is a detached
-# `batch-agent run`. It continues when the MCP server ends, and another server finds it by its directory. All state
-# is read from the run directory; only the child processes to reap are kept in memory.
-
 SPEC = "spec.json"
 ROWS = "rows.jsonl"
 LOG = "log.txt"
@@ -110,7 +106,12 @@ def takes_batch(*omitted: str) -> Callable[[Tool], Tool]:
 @dataclass(slots=True)
 class Batches:
     """The batches below ``directory``, and the tools for a coding agent, which reads their signatures and docstrings.
-    ``options`` are added to the spec of each batch: the backend, the model."""
+    ``options`` are added to the spec of each batch: the backend, the model.
+
+    Each batch has a run directory, and a process of its own, a detached `batch-agent run`. It continues when the MCP
+    server ends, and another server finds it by its directory. All state is read from the run directory; only the child
+    processes to reap are kept in memory.
+    """
 
     directory: Path
     options: JsonObject = field(default_factory=dict)

@@ -316,21 +316,22 @@ def _parse(text: str, where: str) -> JsonValue:
     return value
 
 
-# Spec files of pipelines: `stages` lists the stages; the other options apply to all stages.
-#
-#     inputs: papers.jsonl
-#     stages:
-#       - map: {name: read, task: "Read {text}", output_schema: "papers:Paper"}
-#       - filter: "papers:is_relevant"
-#       - reduce: {prompt: "Write a survey of {n} papers", output_schema: "papers:Survey"}
-#
-# Functions are given as `module:name`. `join` takes its own `stages` and `inputs`, `key` and `other_key`.
-
 KINDS = ("map", "flat_map", "filter", "join", "reduce")
 
 
 def load_flow(options: argparse.Namespace, **more: Any) -> Flow:
-    """Return the pipeline of the spec file, overridden by the command line. ``more`` are arguments of Flow."""
+    """Return the pipeline of the spec file, overridden by the command line. ``more`` are arguments of Flow.
+
+    ``stages`` lists the stages; the other options apply to all of them.
+
+        inputs: papers.jsonl
+        stages:
+          - map: {name: read, task: "Read {text}", output_schema: "papers:Paper"}
+          - filter: "papers:is_relevant"
+          - reduce: {prompt: "Write a survey of {n} papers", output_schema: "papers:Survey"}
+
+    Functions are given as ``module:name``. ``join`` takes its own ``stages`` and ``inputs``, ``key`` and ``other_key``.
+    """
     file, pipeline, whole = _loaded(options)
     with file.named():
         return Flow(pipeline.inputs, pipeline.stages, whole, **more)

@@ -152,13 +152,13 @@ def transcript_lines(run: RunReader, prepared: Prepared, records: FinishedRows) 
             yield to_json({**line, "tools": tools} if tools else line) + b"\n"
 
 
-# The inputs of rows that have begun and are not done. A run directory records the input of a row with its result, so
-# before that it is searched in the inputs of the command that started the run, and in the answers of other stages.
-
-
 def unfinished_rows(run: RunReader, prepared: Prepared | None, others: Sequence[RunReader]) -> Iterator[UnfinishedRow]:
     """Yield the rows that have begun and are not done, with their inputs if they are found. ``others`` are the other
-    stages of the run."""
+    stages of the run.
+
+    A run directory records the input of a row with its result. Before that, the input is searched in the inputs of the
+    command that started the run, and in the answers of the other stages.
+    """
     left = list(run.unfinished())
     known = _inputs(run, prepared, others, {row.row for row in left if row.index is None})
     for row in left:

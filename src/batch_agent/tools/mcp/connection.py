@@ -46,11 +46,6 @@ from batch_agent.tools.context import current_traceparent
 from batch_agent.tools.mcp.address import McpServer
 from batch_agent.version import __version__
 
-# Transport of a session's messages over standard input and output of a server that is started for the session. The
-# server runs below a watcher (`guard.py`). When the session ends or this process dies, the server and all its
-# processes are killed. Lines have a size limit: the request that a longer line answers fails. Lines that are not
-# JSON-RPC are skipped.
-
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 CHUNK_BYTES = 64 * 1024
 STDERR_BYTES = 2000  # kept of standard error for messages
@@ -137,7 +132,13 @@ class Stderr:
 async def stdio_transport(
     server: McpServer, stderr: Stderr, on_end: Callable[[], None]
 ) -> AsyncIterator[tuple[MemoryObjectReceiveStream[Incoming], MemoryObjectSendStream[SessionMessage]]]:
-    """Start the server and yield the streams of its messages. ``on_end`` is called when it closes its output."""
+    """Start the server and yield the streams of its messages, over its standard input and output. ``on_end`` is called
+    when it closes its output.
+
+    The server runs below a watcher (``guard.py``). When the session ends or this process dies, the server and all its
+    processes are killed. Lines have a size limit: the request that a longer line answers fails. Lines that are not
+    JSON-RPC are skipped.
+    """
     async with _started(server) as process:
         said_all = anyio.Event()
         put, incoming = anyio.create_memory_object_stream[Incoming](0)
