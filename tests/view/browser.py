@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +65,15 @@ class Page:
 
     async def until(self, expression: str) -> Any:
         """The value of an expression once it is true."""
-        async with asyncio.timeout(PATIENCE):
-            found = f"const found = {expression}; return found instanceof Node || found"
-            tried = f"(() => {{ try {{ {found} }} catch {{ return null }} }})()"
-            while not (value := await self.ask(tried)):
-                await asyncio.sleep(0.05)
-        return value
+        found = f"const found = {expression}; return found instanceof Node || found"
+        tried = f"(() => {{ try {{ {found} }} catch {{ return null }} }})()"
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PATIENCE):
+                while not (value := await self.ask(tried)):
+                    await asyncio.sleep(0.05)
+                return value
+        where, shown = await self.ask("location.hash"), await self.text()
+        raise AssertionError(f"never true: {expression}; at {where} with {self.problems}:\n{shown[:2000]}")
 
     async def text(self) -> str:
         return str(await self.ask("document.body.innerText"))

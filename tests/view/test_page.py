@@ -98,6 +98,26 @@ async def test_hostile_text_is_shown_as_text(tmp_path: Path) -> None:
         assert await page.ask("document.querySelectorAll('a[href^=javascript], #page script').length") == 0
 
 
+HOLD = """(() => {
+  const fetched = window.fetch, held = new Promise((free) => { window.free = free; });
+  window.fetch = async (address) => { if (address.startsWith("/api/run?")) await held; return fetched(address); };
+})()"""
+
+
+async def test_a_part_that_is_left_before_its_data_arrive_does_not_come_back(tmp_path: Path) -> None:
+    run = await recorded(tmp_path / "run", 12)
+    async with opened(run, place="/run/run") as page:
+        await page.until("document.querySelector('.tiles')")
+        await page.ask(HOLD)
+        await page.ask("location.hash = '/run/run/rows'")
+        await page.until("document.querySelector('.tabs a.on').innerText.toLowerCase() === 'rows'")
+        await page.ask("location.hash = '/run/run/timeline'")
+        await page.until("document.querySelector('canvas')")
+        await page.ask("window.free(); fetch('/api/run?run=run').then((answer) => answer.json())")
+        assert await page.ask("location.hash") == "#/run/run/timeline"
+        assert await page.ask("document.querySelector('canvas') && !document.querySelector('.filters')")
+
+
 async def test_a_transcript_grows_while_the_agent_talks(tmp_path: Path) -> None:
     words = " ".join(f"word{number}" for number in range(200))
 

@@ -10,8 +10,8 @@ import { control } from "./control.js";
 
 const PARTS = { overview, rows, row, timeline, control };
 const TABS = [["overview", "Overview"], ["rows", "Rows"], ["timeline", "Timeline"], ["control", "Control"]];
-const page = document.getElementById("page"), top_bar = document.getElementById("bar");
-let shown = null; // the current part: { key, part, news, leave, keys }
+const place = document.getElementById("page"), top_bar = document.getElementById("bar");
+let shown = null; // the current part: { page, news, leave, keys }. It draws in a page of its own, also when another part is shown by then.
 
 const remembered = safely(() => localStorage.getItem("batch-agent-theme"));
 if (remembered) document.documentElement.dataset.theme = remembered;
@@ -48,18 +48,19 @@ async function open() {
     if (shown.events) shown.events.close();
     if (shown.leave) shown.leave();
   }
-  shown = { news: [] };
+  shown = { page: h("div"), news: [] };
   const mine = shown;
+  fill(place, mine.page);
   try {
     if (kind === "run") await openRun(mine, rest[0], rest[1] || "overview", rest[2]);
     else if (kind === "compare") {
       bar(null);
-      Object.assign(mine, await compare(page, rest[0], rest[1]));
+      Object.assign(mine, await compare(mine.page, rest[0], rest[1]));
     } else await openList(mine);
   } catch (error) {
     if (mine !== shown) return;
     const begins = kind === "run" && error.message.includes("holds no run");
-    fill(page, h("p", { class: begins ? "quiet" : "error" }, begins ? "The run has not started." : text(error.message)));
+    fill(mine.page, h("p", { class: begins ? "quiet" : "error" }, begins ? "The run has not started." : text(error.message)));
     if (begins) mine.events = listen("events", { run: rest[0] }, (news) => { if (news.state !== "not begun") open(); });
   }
 }
@@ -68,10 +69,10 @@ async function openRun(mine, key, part, detail) {
   bar(key, part, null);
   document.title = `${key} · ${part} · Batch Agent`;
   const context = {
-    key, detail, page,
+    key, detail, page: mine.page,
     go: (...parts) => { location.hash = address("run", key, ...parts); },
     onNews: (hear) => mine.news.push(hear),
-    onState: (name) => { const place = document.getElementById("state"); if (place) fill(place, state(name)); },
+    onState: (name) => { const word = document.getElementById("state"); if (word && mine === shown) fill(word, state(name)); },
   };
   Object.assign(mine, await (PARTS[part] || overview)(context));
   if (mine !== shown) { if (mine.leave) mine.leave(); return; }
@@ -85,6 +86,7 @@ async function openList(mine) {
   bar(null);
   document.title = "Runs · Batch Agent";
   const { runs, named } = await get("runs");
+  if (mine !== shown) return;
   if (isReport && named.length === 2) { location.replace("#" + address("compare", ...named)); return; }
   if (isReport || (named.length === 1 && runs.length === 1)) { location.replace("#" + address("run", runs[0].key)); return; }
   const picked = new Set();
@@ -99,7 +101,7 @@ async function openList(mine) {
     h("td", { class: "r" }, run.failed ? h("span", { class: "bad" }, number(run.failed)) : "–"),
     h("td", { class: "r" }, short(run.tokens)), h("td", { class: "r" }, dollars(run.cost, run.cost_is_minimum)),
     h("td", { class: "quiet" }, run.started ? when(run.started) : text(run.why || "")), h("td", { class: "quiet" }, text(run.model || ""))));
-  fill(page, h("div", { class: "line" }, h("h1", null, "Runs"), h("span", { class: "grow" }), button),
+  fill(mine.page, h("div", { class: "line" }, h("h1", null, "Runs"), h("span", { class: "grow" }), button),
     table(["", "run", "state", ["rows", "r"], ["failed", "r"], ["tokens", "r"], ["cost", "r"], "started", "model"], lines, { class: "rows" }));
   mine.keys = selectable(lines, (line) => line.click());
 }

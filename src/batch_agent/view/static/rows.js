@@ -7,8 +7,8 @@ const STATES = [["", "All"], ["ok", "ok"], ["failed", "failed"], ["repaired", "r
 const COLUMNS = [["index", "#", "r"], ["id", "id", ""], ["state", "state", ""], ["turns", "turns", "r"], ["attempts", "tries", "r"], ["seconds", "time", "r"], ["tokens", "tokens", "r"], ["cost", "cost", "r"], ["doubt", "doubt", "r"], ["right", "right", ""]];
 
 export async function rows({ key, page, go, onNews }) {
+  const [place, given] = location.hash.split("?"), hash = new URLSearchParams(given || "");
   if (await stages(key, page)) return {};
-  const hash = new URLSearchParams(location.hash.split("?")[1] || "");
   const asked = { offset: 0, sort: "index", dir: "asc", state: "", error: "", q: "", ...Object.fromEntries(hash) };
   asked.offset = Number(asked.offset);
   const keys = {};
@@ -21,11 +21,12 @@ export async function rows({ key, page, go, onNews }) {
   let data = null, loading = 0;
 
   const load = async (changes) => {
+    if (!page.isConnected || location.hash.split("?")[0] !== place) return; // another part was opened: the address is its own
     Object.assign(asked, changes);
     const mine = ++loading;
     const { offset, ...rest } = asked;
     const parameters = new URLSearchParams(Object.entries({ ...rest, offset: offset || "" }).filter(([name, value]) => value && !(name === "sort" && value === "index") && !(name === "dir" && value === "asc")));
-    history.replaceState(null, "", "#" + address("run", key, "rows") + (parameters.size ? "?" + parameters : ""));
+    history.replaceState(null, "", place + (parameters.size ? "?" + parameters : ""));
     body.classList.add("waiting");
     try {
       const found = await get("rows", { run: key, limit: PAGE, ...asked });
