@@ -19,8 +19,8 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +28,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 from time import process_time
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple
 from unittest.mock import Mock
 
 import orjson
@@ -36,7 +36,7 @@ from aiohttp import web
 from aiohttp.streams import StreamReader
 from aiohttp.test_utils import make_mocked_request
 from tests.serve.served import CHAT, OVER, chat
-from tests.simulation.loop import SimulatedLoop
+from tests.simulation.loop import answer, fail
 
 from batch_agent.door import RequestRefused
 from batch_agent.errors import BatchAgentError
@@ -53,7 +53,11 @@ from batch_agent.serve.recovery import check
 from batch_agent.serve.running_batch import RunningBatch
 from batch_agent.serve.server import BatchService
 from batch_agent.testing import Fail, Hang, Request, Say, ScriptedBackend
+from batch_agent.testing.clock import Ready, VirtualClockLoop
 from batch_agent.testing.replies import ScriptedReply
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 HOUR, DAY = 3600.0, 86400.0
 WEEK = 7 * DAY
@@ -65,15 +69,16 @@ TOKENS = Usage(20, 0, 30)  # of an answer
 # What a request has of its connection; one for all, because a mock takes long.
 NETWORK = Mock(_reading_paused=False, max_field_size=8190, max_headers=128)
 STATUSES = (401, 402, 403, 404, 408, 409, 425, 429, 500, 502, 503, 504, 529)
+THREAD_SECONDS = 0.0015  # that work in a thread takes
 SLACK = 60.0  # seconds by which a window may be shorter after a kill: the time is kept every half hour here
-GONE = (Run, BatchLines, RunningBatch, ClientRequest, Ticket)  # what an idle server has none of
+GONE = {Run, BatchLines, RunningBatch, ClientRequest, Ticket}  # what an idle server has none of
 # How often parts look, so that a week does not have a million looks.
 LOOKS = {
-    (server, "BOOKS_SECONDS"): 900.0,
+    (server, "BOOKS_SECONDS"): 1800.0,
     (server, "SWEEP_SECONDS"): 1800.0,
-    (turnstile, "TICK_SECONDS"): 300.0,
-    (upstreams, "LOOK_SECONDS"): 900.0,
-    (upstreams, "IDLE_SECONDS"): 1800.0,
+    (turnstile, "TICK_SECONDS"): 900.0,
+    (upstreams, "LOOK_SECONDS"): 1800.0,
+    (upstreams, "IDLE_SECONDS"): 3600.0,
     (upstreams, "LIST_SECONDS"): 6 * HOUR,
     (webhooks, "IDLE_SECONDS"): 6 * HOUR,
     (batches, "PROGRESS_SECONDS"): 900.0,
@@ -82,15 +87,26 @@ LOOKS = {
 }
 
 
-class Inline:
-    """Threads that do their work in the loop, at once."""
+class WeekLoop(VirtualClockLoop):
+    """A loop without threads and sockets: what is handed to a thread is done at once, and answered a moment later. A week
+    has tens of thousands of turns, so that a look at sockets in each would take a tenth of its time."""
 
-    def seconds(self, now: float) -> float:
-        return 0.001
+    def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
+        future: asyncio.Future[T] = self.create_future()
+        try:
+            result = func(*args)
+        except Exception as error:  # noqa: BLE001
+            self.call_later(THREAD_SECONDS, fail, future, error)
+        else:
+            self.call_later(THREAD_SECONDS, answer, future, result)
+        return future
 
-    def before_call(self) -> None: ...
-
-    def after_call(self) -> None: ...
+    def _wait(self, select: Callable[[float | None], Ready], sockets: int, timeout: float | None) -> Ready:
+        if timeout is None:
+            return super()._wait(select, 1, timeout)
+        if timeout:
+            self.stall(timeout)
+        return []
 
 
 @dataclass
@@ -138,7 +154,7 @@ class World:
             self.wanted.append(Wanted(f"b{number}", random.randrange(TENANTS), lines, bad, window, at, cancel))
         for _ in range(random.randint(3, 8)):
             begin, what = random.uniform(0, 6.5 * DAY), random.choice([*map(str, STATUSES), "hang", "hold", "one"])
-            self.faults.append((begin, begin + random.choice([10.0, 600.0, 2 * HOUR, 10 * HOUR]), what))
+            self.faults.append((begin, begin + random.choice([10.0, 600.0, 2 * HOUR, 7 * HOUR]), what))
         # A fault and a kill hit what works: most of them come soon after a batch.
         self.kills = sorted(self._soon(random) for _ in range(random.randint(1, 3)))
         self.jumps = [(self._soon(random), random.choice([-1, 1]) * random.choice([HOUR, DAY, 30 * DAY]))]
@@ -309,7 +325,7 @@ def world_end() -> float:
 
 def in_memory() -> Counter[type]:
     gc.collect()
-    return Counter(type(each) for each in gc.get_objects() if isinstance(each, GONE))
+    return Counter(filter(GONE.__contains__, map(type, gc.get_objects())))
 
 
 def leftovers(service: BatchService, before: Counter[type]) -> Iterator[str]:
@@ -398,9 +414,7 @@ def play_seed(seed: int) -> World:
     with tempfile.TemporaryDirectory(prefix="soak-serve-", dir=memory) as folder, looking_seldom():
         world = World(seed, Path(folder))
         NETWORK.reset_mock()  # it remembers what was done with it
-        loop = SimulatedLoop()
-        loop.threads = Inline()
-        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        with asyncio.Runner(loop_factory=WeekLoop) as runner:
             try:
                 runner.run(play(world))
             except BatchAgentError as error:

@@ -73,9 +73,9 @@ class SimulatedLoop(VirtualClockLoop):
                 self.call_later(LOOK_AGAIN, call)
                 return
             except Exception as error:  # noqa: BLE001
-                self.call_at(max(end, self.time()), _fail, future, error)
+                self.call_at(max(end, self.time()), fail, future, error)
             else:
-                self.call_at(max(end, self.time()), _answer, future, result)
+                self.call_at(max(end, self.time()), answer, future, result)
             threads.after_call()
 
         self.call_at(begin, call)
@@ -92,11 +92,11 @@ class SimulatedLoop(VirtualClockLoop):
         return self._who_waits()
 
 
-def _answer(future: asyncio.Future[T], result: T) -> None:
+def answer(future: asyncio.Future[T], result: T) -> None:
     if not future.done():
         future.set_result(result)
 
 
-def _fail(future: asyncio.Future[T], error: Exception) -> None:
+def fail(future: asyncio.Future[T], error: Exception) -> None:
     if not future.done():
         future.set_exception(error)
