@@ -41,6 +41,12 @@ def anthropic() -> Any:
 
 
 @pytest.fixture(scope="module")
+def stats() -> Any:
+    """The distributions of scipy, which take half a second to import."""
+    return pytest.importorskip("scipy.stats")
+
+
+@pytest.fixture(scope="module")
 def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     with redis_server(tmp_path_factory.mktemp("redis")) as server:
         yield server
@@ -57,15 +63,16 @@ def pytest_configure() -> None:
     processes that tests start and interrupt."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    gc.disable()  # collections while the modules are imported find no garbage; they take a tenth of the time
     os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="batch-agent-test-state-")  # not the user's ledger of looks
 
 
 def pytest_collection_finish() -> None:
     """Leave what was imported out of later garbage collections: it is most of the objects, and never garbage. Collect
     rarely: 10,000 instead of Python's threshold saves a fifteenth of the CPU of all tests, and this as much again."""
-    gc.collect()
     gc.freeze()
     gc.set_threshold(200_000, 20, 20)
+    gc.enable()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -88,8 +88,8 @@ LOOKS = {
 
 
 class WeekLoop(VirtualClockLoop):
-    """A loop without threads and sockets: what is handed to a thread is done at once, and answered a moment later. A week
-    has tens of thousands of turns, so that a look at sockets in each would take a tenth of its time."""
+    """A loop without threads and sockets: what is handed to a thread is done at once, and answered a moment later. Work
+    that takes three turns, and a look at sockets in each turn, would be a third of the CPU time of a week."""
 
     def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
         future: asyncio.Future[T] = self.create_future()

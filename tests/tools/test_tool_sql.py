@@ -19,11 +19,6 @@ from batch_agent.testing import CallTools, Request, Say, ScriptedBackend, ToolUs
 from batch_agent.tools import ToolOutcome, ToolPool
 from batch_agent.tools.sql import bind, by_key, paramstyle_of
 
-try:
-    import psycopg
-except ImportError:
-    psycopg = None  # type: ignore[assignment]
-
 OpenPool = Callable[..., ToolPool]
 QUERY = "SELECT id, name FROM things WHERE id IN ({ids})"
 SAFE = "x' OR '1'='1"
@@ -253,11 +248,14 @@ def as_server_user(command: list[str], cwd: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def psycopg() -> Any:
+    return pytest.importorskip("psycopg", reason="psycopg, a driver for PostgreSQL, is not installed")
+
+
+@pytest.fixture(scope="module")
+def postgres(psycopg: Any) -> Iterator[str]:
     """The address of a database with the things in it."""
     programs = find_server()
-    if psycopg is None:
-        pytest.skip("psycopg, a driver for PostgreSQL, is not installed")
     if programs is None:
         pytest.skip("there is no PostgreSQL server on this machine")
     home = Path("/tmp") / f"batch-agent-postgres-{os.getpid()}"  # a socket's path must be short
@@ -286,7 +284,9 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.mark.real
 @pytest.mark.parametrize("driver", ["function", "async function", "connection", "async connection"])
-async def test_two_hundred_agents_ask_postgresql_in_a_handful_of_queries(postgres: str, driver: str) -> None:
+async def test_two_hundred_agents_ask_postgresql_in_a_handful_of_queries(
+    psycopg: Any, postgres: str, driver: str
+) -> None:
     if driver == "function":
         assert await two_hundred_agents(lookup(lambda: psycopg.connect(postgres))) <= 10
     elif driver == "async function":
@@ -301,7 +301,9 @@ async def test_two_hundred_agents_ask_postgresql_in_a_handful_of_queries(postgre
 
 @pytest.mark.real
 @pytest.mark.parametrize("kind", ["plain", "async"])
-async def test_one_key_that_postgresql_cannot_read_fails_alone(postgres: str, open_pool: OpenPool, kind: str) -> None:
+async def test_one_key_that_postgresql_cannot_read_fails_alone(
+    psycopg: Any, postgres: str, open_pool: OpenPool, kind: str
+) -> None:
     """And it leaves the one connection, whose transaction failed with it, fit for use."""
     if kind == "plain":
         connection: Any = psycopg.connect(postgres)
@@ -320,7 +322,9 @@ async def test_one_key_that_postgresql_cannot_read_fails_alone(postgres: str, op
 
 @pytest.mark.real
 @pytest.mark.parametrize("gives", [True, False])
-async def test_a_connection_that_the_server_ended(postgres: str, open_pool: OpenPool, gives: bool) -> None:
+async def test_a_connection_that_the_server_ended(
+    psycopg: Any, postgres: str, open_pool: OpenPool, gives: bool
+) -> None:
     connection = psycopg.connect(postgres)
 
     def end() -> None:

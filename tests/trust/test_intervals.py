@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
-from scipy import stats
 
 from batch_agent.trust.intervals import (
     Interval,
@@ -34,14 +34,14 @@ def test_what_fifty_rows_show() -> None:
 @pytest.mark.parametrize(
     ("right", "rows"), [(0, 1), (1, 1), (3, 7), (46, 50), (500, 1000), (999_999, 1_000_000), (123_456, 1_000_000)]
 )
-def test_the_interval_of_a_share_is_that_of_scipy(right: int, rows: int) -> None:
+def test_the_interval_of_a_share_is_that_of_scipy(stats: Any, right: int, rows: int) -> None:
     found = clopper_pearson(right, rows)
     low = stats.beta.ppf(0.025, right, rows - right + 1) if right else 0.0
     high = stats.beta.ppf(0.975, right + 1, rows - right) if right < rows else 1.0
     assert found == pytest.approx((low, high), abs=1e-11)
 
 
-def test_tails_are_those_of_scipy() -> None:
+def test_tails_are_those_of_scipy(stats: Any) -> None:
     draw = random.Random(1)
     for _ in range(300):
         population = draw.randint(1, 300)
@@ -57,7 +57,7 @@ def test_tails_are_those_of_scipy() -> None:
 
 @pytest.mark.parametrize("rows", [1, 20, 50, 200])
 @pytest.mark.parametrize("truth", [0.5, 0.8, 0.98, 0.999])
-def test_the_interval_covers_the_truth_with_95_percent(rows: int, truth: float) -> None:
+def test_the_interval_covers_the_truth_with_95_percent(stats: Any, rows: int, truth: float) -> None:
     chances = [stats.binom.pmf(right, rows, truth) for right in range(rows + 1)]
     both = [clopper_pearson(right, rows) for right in range(rows + 1)]
     assert math.fsum(p for p, each in zip(chances, both, strict=True) if each.low <= truth <= each.high) >= 0.95
@@ -66,7 +66,7 @@ def test_the_interval_covers_the_truth_with_95_percent(rows: int, truth: float) 
 
 
 @pytest.mark.parametrize("good", [0, 1, 37, 90, 99, 100])
-def test_the_interval_of_a_finite_table_covers_it_and_ends_with_the_count(good: int) -> None:
+def test_the_interval_of_a_finite_table_covers_it_and_ends_with_the_count(stats: Any, good: int) -> None:
     chances = [stats.hypergeom.pmf(right, 100, good, 40) for right in range(41)]
     both = [finite(right, 40, 100) for right in range(41)]
     covered = [p for p, each in zip(chances, both, strict=True) if each.low <= good / 100 <= each.high]
@@ -95,7 +95,7 @@ def test_groups_widen_the_interval_and_few_of_them_have_none() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 5, 6, 7, 50, 101])
-def test_the_bounds_of_a_median_cover_it(rows: int) -> None:
+def test_the_bounds_of_a_median_cover_it(stats: Any, rows: int) -> None:
     """The truth is the median of a uniform distribution; the number of values below it is binomial."""
     found = median([float(place) for place in range(1, rows + 1)])
     low, high = found.interval

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from scipy import stats
 
 from batch_agent.trust.paired import difference, holm, mcnemar, smallest_visible
 
 
 @pytest.mark.parametrize(("better", "worse"), [(0, 0), (5, 0), (6, 0), (9, 1), (30, 30), (400, 350)])
-def test_mcnemars_test_is_the_exact_sign_test_of_the_rows_that_changed(better: int, worse: int) -> None:
+def test_mcnemars_test_is_the_exact_sign_test_of_the_rows_that_changed(stats: Any, better: int, worse: int) -> None:
     expected = stats.binomtest(better, better + worse).pvalue if better + worse else 1.0
     assert mcnemar(better, worse) == pytest.approx(expected)
 
@@ -24,7 +25,7 @@ def test_the_paired_interval_is_symmetric_and_never_without_width() -> None:
 
 
 @pytest.mark.parametrize(("up", "down"), [(0.02, 0.02), (0.1, 0.04), (0.2, 0.05)])
-def test_the_paired_interval_covers_the_true_difference(up: float, down: float) -> None:
+def test_the_paired_interval_covers_the_true_difference(stats: Any, up: float, down: float) -> None:
     rows, covered = 50, 0.0
     for better in range(rows + 1):
         for worse in range(rows + 1 - better):
