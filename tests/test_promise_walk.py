@@ -22,9 +22,7 @@ FOLDER = Path(__file__).parents[1] / "examples" / "trusted_labels"
 LABELS = {row["text"]: row for row in csv.DictReader((FOLDER / "messages.csv").read_text().splitlines())}
 
 
-@pytest.fixture(autouse=True)
-def state(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+pytestmark = pytest.mark.usefixtures("state")
 
 
 def says(request: Request) -> Say:

@@ -146,6 +146,24 @@ def command(*words: str, imports: tuple[str, ...] = IMPORTS) -> list[str]:
 
 
 @functools.cache
+def interpreter() -> str:
+    """Return the path of a program for ``sys.executable``: a copy for ``-m batch_agent``, and Python for all else."""
+    socket_path, copied = _parent(), str(Path(__file__).with_name("copied.py"))
+    path = Path(socket_path).with_name("python")
+    path.write_text(
+        f"#!{sys.executable} -IS\n"
+        "import os, sys\n"
+        "if sys.argv[1:3] != ['-m', 'batch_agent']:\n"
+        f"    os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])\n"
+        f"sys.argv[1:1] = [{socket_path!r}]\n"
+        f"__file__ = {copied!r}\n"
+        "exec(open(__file__).read())\n"
+    )
+    path.chmod(0o755)
+    return str(path)
+
+
+@functools.cache
 def _parent(imports: tuple[str, ...] = IMPORTS) -> str:
     """Start the process that is copied, and return the path of its socket. It ends with this process."""
     folder = tempfile.TemporaryDirectory(prefix="warm-")

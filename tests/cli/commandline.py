@@ -17,7 +17,7 @@ from contextlib import ExitStack, asynccontextmanager, chdir, contextmanager
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from tests.warm import WarmProcess, start
+from tests.warm import WarmProcess, interpreter, start
 
 from batch_agent.cli.main import main
 from batch_agent.testing import ScriptedServer
@@ -39,8 +39,17 @@ def read_results(text: str) -> list[dict[str, object]]:
 
 
 async def batch_agent(directory: Path, *arguments: str, stdin: bytes = b"") -> Outcome:
-    """The command in this directory, beside the servers of the test's event loop."""
-    return await in_process(directory, lambda: main(arguments), stdin)
+    """The command in this directory, beside the servers of the test's event loop. The processes of the package that it
+    starts are copies (``tests/warm.py``)."""
+
+    def run() -> int:
+        python, sys.executable = sys.executable, interpreter()
+        try:
+            return main(arguments)
+        finally:
+            sys.executable = python
+
+    return await in_process(directory, run, stdin)
 
 
 async def program(directory: Path, path: str, *arguments: str) -> Outcome:

@@ -17,10 +17,7 @@ from tests.run.promised import MOODS, answer, judge, table
 from batch_agent import BatchAgent
 from batch_agent.testing import Fail, Request, Say, ScriptedServer
 
-
-@pytest.fixture(autouse=True)
-def state(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+pytestmark = pytest.mark.usefixtures("state")
 
 
 async def kept(place: Path, rows: int = 150, **options: Any) -> list[dict[str, Any]]:

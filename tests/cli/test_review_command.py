@@ -29,9 +29,7 @@ from batch_agent.testing import Say
 RUN = "run"
 
 
-@pytest.fixture(autouse=True)
-def state(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+pytestmark = pytest.mark.usefixtures("state")
 
 
 def judge_all(place: Any, who: str = "ada", rows: int = 0) -> None:

@@ -18,11 +18,7 @@ output_schema: {mood: "angry|calm"}
 """
 
 
-@pytest.fixture(autouse=True)
-def state(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    directory = tmp_path_factory.mktemp("state")
-    monkeypatch.setenv("XDG_STATE_HOME", str(directory))
-    return directory / "batch-agent"
+pytestmark = pytest.mark.usefixtures("state")
 
 
 def calm(request: Request) -> Say | Fail:

@@ -20,10 +20,7 @@ from batch_agent.record.review import REVIEW
 from batch_agent.testing import Fail, Say, ScriptedServer
 from batch_agent.trust.review import AUDIT, REPAIR
 
-
-@pytest.fixture(autouse=True)
-def state(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+pytestmark = pytest.mark.usefixtures("state")
 
 
 @pytest.fixture(params=["directory", pytest.param("redis", marks=needs_redis)])

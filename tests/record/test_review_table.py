@@ -18,9 +18,7 @@ from batch_agent.testing import Say, ScriptedServer
 Cells = dict[str, str]
 
 
-@pytest.fixture(autouse=True)
-def state(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+pytestmark = pytest.mark.usefixtures("state")
 
 
 def exported(review: PeopleReview, who: str, limit: int | None = None) -> list[Cells]:

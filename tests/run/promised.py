@@ -8,9 +8,11 @@ import random
 from pathlib import Path
 from typing import Any
 
+from batch_agent.backends.base import Capabilities
 from batch_agent.messages import TokenChance
 from batch_agent.record.people import PeopleReview
-from batch_agent.testing import Fail, Request, Say
+from batch_agent.testing import Fail, Request, Say, ScriptedBackend
+from batch_agent.testing.wire import Script
 
 MOODS = {"mood": "angry|calm"}
 
@@ -38,6 +40,11 @@ def answer(request: Request) -> Say | Fail:
     others = ((said.encode(), likely), (other.encode(), math.log(1 - float(chance))))
     tokens = [TokenChance(b'{"mood": "', 0.0), TokenChance(said.encode(), likely, others), TokenChance(b'"}', 0.0)]
     return Say(json.dumps({"mood": said}), tokens=tokens)
+
+
+def doubting(script: Script) -> ScriptedBackend:
+    """Return a backend in this process that reports how sure each answer is."""
+    return ScriptedBackend(script, capabilities=Capabilities(native_schema=True, logprobs=True))
 
 
 def judge(run: Path, rows: list[dict[str, Any]], *, most: int | None = None, who: str = "ann") -> int:

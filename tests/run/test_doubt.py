@@ -206,9 +206,8 @@ class Renamed(BaseModel):
 
 
 async def test_a_field_that_the_model_knows_by_another_name_has_its_own_name_in_votes_doubts_and_gold(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    state: Path,
 ) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     told = [TokenChance(b'{"Mood": "', 0.0), TokenChance(b"good", math.log(0.75)), TokenChance(b'"}', 0.0)]
     backend = ScriptedBackend(
         lambda request: Say('{"Mood": "good"}', tokens=told),

@@ -27,11 +27,7 @@ CANARY = "canary-7f3a"
 MOODS = {"mood": "angry|calm|canary-7f3a"}
 
 
-@pytest.fixture(autouse=True)
-def state(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    directory = tmp_path_factory.mktemp("state")
-    monkeypatch.setenv("XDG_STATE_HOME", str(directory))
-    return directory / "batch-agent"
+pytestmark = pytest.mark.usefixtures("state")
 
 
 def rows(count: int = 20) -> list[dict[str, Any]]:

@@ -59,9 +59,7 @@ def options(one: str, two: str, place: Any, **more: Any) -> dict[str, Any]:
     return {**known, "promise": PROMISE, "truth": "last", "max_retries": 0, "progress": False, **more}
 
 
-@pytest.fixture(autouse=True)
-def state(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+pytestmark = pytest.mark.usefixtures("state")
 
 
 @pytest.fixture

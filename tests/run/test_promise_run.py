@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.run.promised import MOODS, answer, judge, table
+from tests.run.promised import MOODS, answer, doubting, judge, table
 
 from batch_agent import BatchAgent, Pipeline, Results
 from batch_agent.errors import SpecError
@@ -15,21 +15,16 @@ from batch_agent.record.certificate import certificate_of, check
 from batch_agent.record.people import PeopleReview
 from batch_agent.record.promise import PromiseStanding
 from batch_agent.run.promise import priced, standing_of
-from batch_agent.testing import ScriptedServer
 
-
-@pytest.fixture(autouse=True)
-def state(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+pytestmark = pytest.mark.usefixtures("state")
 
 
 async def run(rows: list[dict[str, Any]], place: Path, **options: Any) -> Results[Any]:
-    async with ScriptedServer(answer, models=["scripted"]) as server:
-        known: dict[str, Any] = {"task": "{text}", "inputs": rows, "output_schema": MOODS, "max_retries": 0}
-        known |= {"backend": server.backend_url, "model": "scripted", "run_dir": place, "on_change": None}
-        if not any(name in options for name in ("gold",)):
-            known["inputs"] = [{name: row[name] for name in ("id", "text")} for row in rows]
-        return await BatchAgent.run(**{**known, "promise": "mood.accuracy >= 0.9", **options})
+    known: dict[str, Any] = {"task": "{text}", "inputs": rows, "output_schema": MOODS, "max_retries": 0}
+    known |= {"backend": doubting(answer), "run_dir": place, "on_change": None}
+    if "gold" not in options:
+        known["inputs"] = [{name: row[name] for name in ("id", "text")} for row in rows]
+    return await BatchAgent.run(**{**known, "promise": "mood.accuracy >= 0.9", **options})
 
 
 def standing(place: Path) -> PromiseStanding:

@@ -39,9 +39,7 @@ async def run(tmp_path: Path, **options: Any) -> Any:
     return await BatchAgent.run(**{**known, "backend": backend, **options})
 
 
-@pytest.fixture(autouse=True)
-def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+pytestmark = pytest.mark.usefixtures("state")
 
 
 async def test_results_with_gold_have_a_table_of_five_bins(tmp_path: Path) -> None:

@@ -23,9 +23,7 @@ def rows(count: int = 60) -> list[dict[str, Any]]:
     return [{"id": f"r{number}", "text": f"text {number}", "label": "good"} for number in range(count)]
 
 
-@pytest.fixture(autouse=True)
-def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+pytestmark = pytest.mark.usefixtures("state")
 
 
 async def run(wrong: Callable[[int], bool], inputs: list[dict[str, Any]] | None = None, **options: Any) -> Results[Any]:

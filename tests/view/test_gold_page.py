@@ -20,9 +20,7 @@ from batch_agent.view.report import report_html
 MOODS = {"mood": "angry|calm"}
 
 
-@pytest.fixture(autouse=True)
-def state(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+pytestmark = pytest.mark.usefixtures("state")
 
 
 def mood(request: Request) -> Say:
