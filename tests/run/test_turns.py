@@ -13,7 +13,7 @@ from batch_agent.agent.fingerprint import fingerprint_of
 from batch_agent.backends.base import Capabilities
 from batch_agent.errors import SpecError
 from batch_agent.events import Event, StreamingDecided
-from batch_agent.scheduler.ordering import TRIAL
+from batch_agent.scheduler.numbers import N
 from batch_agent.testing import CallTools, Request, Say, ScriptedBackend, ToolUse, virtual_clock
 
 
@@ -296,7 +296,7 @@ async def test_answers_are_streamed_while_early_tools_gain_by_it_and_the_events_
             return CallTools(use, late, chunk_delay=chunk_delay)
 
         backend, events = ScriptedBackend(script), list[Event]()
-        inputs = [str(n) for n in range(2 * TRIAL)]
+        inputs = [str(n) for n in range(2 * N.enough)]
         async with BatchAgent.open(
             task="{input}",
             inputs=inputs,
@@ -314,7 +314,7 @@ async def test_answers_are_streamed_while_early_tools_gain_by_it_and_the_events_
     streamed, [decision] = await run(chunk_delay=0.0)
     assert not decision.streams and streamed[0] and not streamed[-1]
     streamed, _ = await run(chunk_delay=0.05, max_inflight=4)
-    assert not any(streamed[:TRIAL]), (
+    assert not any(streamed[: N.enough]), (
         "other agents take each slot that becomes free, so a tool that ends sooner gains nothing"
     )
 

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.examples import examples
 
-from batch_agent.scheduler.ordering import LAST, PATIENCE, AgentForecast, Queue, TurnForecast
+from batch_agent.scheduler.numbers import N
+from batch_agent.scheduler.ordering import LAST, AgentForecast, Queue, TurnForecast
 
 
 def outlook_of(ended: Iterable[int], *, turn: float = 1.0, tool: float = 0.0) -> TurnForecast:
@@ -167,11 +168,11 @@ def test_an_old_waiter_is_not_starved_by_a_stream_of_agents_nearer_their_end() -
     old = 0
     queue.add(old, 0)
     taken = []
-    for near in range(1, 2 * PATIENCE):
+    for near in range(1, 2 * N.rarely):
         queue.add(near, 4)
         taken.append(queue.take(1))
     assert old in taken
-    assert old not in taken[: PATIENCE // 2]
+    assert old not in taken[: N.rarely // 2]
 
 
 steps = st.lists(st.tuples(st.sampled_from(["add", "take", "remove"]), st.integers(0, 5)), max_size=200)
@@ -220,6 +221,6 @@ def test_a_chore_goes_when_nobody_else_waits_and_after_long_enough_all_the_same(
         queue.add(f"turn {turns}", turns)
     assert [queue.take(4) for _ in range(4)] == ["turn 2", "turn 1", "turn 0", "chore"]
     queue.add("chore", LAST)
-    for number in range(2 * PATIENCE + 1):
+    for number in range(2 * N.rarely + 1):
         queue.add(str(number), 0)
-    assert "chore" in [queue.take(4) for _ in range(2 * PATIENCE)]
+    assert "chore" in [queue.take(4) for _ in range(2 * N.rarely)]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from batch_agent.scheduler.numbers import N
 from batch_agent.scheduler.ordering import (
-    LATE,
-    SLACK_SECONDS,
     UNKNOWN_SECONDS,
     AgentForecast,
     TurnForecast,
@@ -28,7 +27,7 @@ def forecast(turns: int, request: float, tool: float, agents: int = 4) -> TurnFo
 
 
 def test_an_agent_that_comes_back_soon_is_pinned_for_longer_than_its_tool_takes() -> None:
-    assert pin_seconds(forecast(turns=3, request=1.0, tool=2.0), 0) == LATE * 2.0 + SLACK_SECONDS
+    assert pin_seconds(forecast(turns=3, request=1.0, tool=2.0), 0) == N.much_slower * 2.0 + N.short_wait
 
 
 def test_an_agent_that_asks_for_its_last_answer_is_not_pinned() -> None:

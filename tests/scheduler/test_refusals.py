@@ -82,9 +82,7 @@ def test_a_row_that_is_denied_again_and_again_while_others_are_answered_is_denie
 def test_a_wrong_path_after_answers_concerns_all_once_several_rows_are_denied() -> None:
     refusals = Denials()
     refusals.answered(1.0)
-    assert [denied(refusals, row, 404, at=2.0) for row in range(N.several_denied)] == ["unclear"] * (
-        N.several_denied - 1
-    ) + ["all"]
+    assert [denied(refusals, row, 404, at=2.0) for row in range(N.learnt)] == ["unclear"] * (N.learnt - 1) + ["all"]
 
 
 def test_a_forbidden_row_is_unclear_until_several_are_denied_or_one_is_answered() -> None:
@@ -94,9 +92,7 @@ def test_a_forbidden_row_is_unclear_until_several_are_denied_or_one_is_answered(
     assert denied(refusals, "c", 403) == "all"
     refusals.answered(0.0)
     assert not refusals.is_unclear("a")
-    assert [denied(refusals, row, 403) for row in range(N.several_denied)] == ["unclear"] * (N.several_denied - 1) + [
-        "all"
-    ]
+    assert [denied(refusals, row, 403) for row in range(N.learnt)] == ["unclear"] * (N.learnt - 1) + ["all"]
 
 
 def test_an_answer_proves_nothing_about_requests_that_were_sent_after_it() -> None:

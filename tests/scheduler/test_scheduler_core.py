@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from tests.examples import examples
 
 from batch_agent.errors import InternalError
-from batch_agent.scheduler.core import MOST_ASIDE, Scheduler, Slot, Ticket
+from batch_agent.scheduler.core import Scheduler, Slot, Ticket
+from batch_agent.scheduler.numbers import N
 from batch_agent.scheduler.ordering import AgentForecast
 
 
@@ -130,13 +131,13 @@ def test_what_is_left_starts_at_once_when_the_batch_comes_to_its_end() -> None:
     assert scheduler.has_room()
 
 
-@pytest.mark.parametrize(("rows", "start"), [(MOST_ASIDE, True), (MOST_ASIDE + 1, False), (None, False)])
+@pytest.mark.parametrize(("rows", "start"), [(N.few, True), (N.few + 1, False), (None, False)])
 def test_while_a_server_is_down_new_agents_start_if_fewer_rows_are_left_than_turns_have_failed(
     rows: int | None, start: bool
 ) -> None:
     """These rows can tell whether the server or the rows are bad. The others have failed while it answered."""
-    scheduler = Scheduler(MOST_ASIDE)
-    for _ in range(MOST_ASIDE):
+    scheduler = Scheduler(N.few)
+    for _ in range(N.few):
         request(scheduler)
     slots = granted(scheduler)
     scheduler.endpoints[0].health.go_down(0.0)

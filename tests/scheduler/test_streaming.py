@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from batch_agent.scheduler.ordering import MEMORY, REST, TOKEN_SECONDS, TRIAL, Streaming
+from batch_agent.scheduler.numbers import N
+from batch_agent.scheduler.ordering import MEMORY, TOKEN_SECONDS, Streaming
 
 
 def trial(streaming: Streaming, gained: float, tokens: int = 100, inflight: int = 1) -> list[tuple[bool, str]]:
     """One trial's answers; what was said about them."""
     assert streaming.wants_next()
-    told = [streaming.learn(gained, tokens, inflight) for _ in range(TRIAL)]
+    told = [streaming.learn(gained, tokens, inflight) for _ in range(N.enough)]
     return [decision for decision in told if decision is not None]
 
 
@@ -23,16 +24,16 @@ def test_it_is_tried_first_and_goes_on_while_it_pays() -> None:
 def test_only_a_few_turns_are_streamed_until_it_is_decided() -> None:
     streaming = Streaming()
     wanted = [streaming.wants_next() for _ in range(512)]
-    assert sum(wanted) == 2 * TRIAL
-    for _ in range(TRIAL):
+    assert sum(wanted) == 2 * N.enough
+    for _ in range(N.enough):
         streaming.learn(0.5, tokens=100, inflight=512)
     assert not streaming.wants_next(), "what it gains one costs 512"
 
 
 def test_a_trial_whose_answers_never_came_is_made_again() -> None:
     streaming = Streaming()
-    wanted = [streaming.wants_next() for _ in range(2 * TRIAL + REST + 1)]
-    assert wanted[-1] and not any(wanted[2 * TRIAL : -1])
+    wanted = [streaming.wants_next() for _ in range(2 * N.enough + N.rarely + 1)]
+    assert wanted[-1] and not any(wanted[2 * N.enough : -1])
 
 
 def test_what_gains_nothing_is_given_up() -> None:
@@ -51,9 +52,9 @@ def test_the_cost_is_that_of_all_who_wait_while_one_is_read() -> None:
 def test_it_is_tried_again_after_a_rest_and_a_verdict_that_stands_is_not_told_again() -> None:
     streaming = Streaming()
     trial(streaming, gained=0.0)
-    assert not any(streaming.wants_next() for _ in range(REST))
+    assert not any(streaming.wants_next() for _ in range(N.rarely))
     assert trial(streaming, gained=0.0) == []
-    assert not any(streaming.wants_next() for _ in range(REST))
+    assert not any(streaming.wants_next() for _ in range(N.rarely))
     [(streams, _)] = trial(streaming, gained=0.5)
     assert streams
 
@@ -77,6 +78,6 @@ def test_what_stops_paying_is_given_up_however_long_it_paid() -> None:
 def test_answers_that_come_after_it_was_given_up_do_not_count_in_the_next_trial() -> None:
     streaming = Streaming()
     trial(streaming, gained=0.0)
-    assert [streaming.learn(9.0, 1, 1) for _ in range(TRIAL)] == [None] * TRIAL
-    assert not any(streaming.wants_next() for _ in range(REST))
+    assert [streaming.learn(9.0, 1, 1) for _ in range(N.enough)] == [None] * N.enough
+    assert not any(streaming.wants_next() for _ in range(N.rarely))
     assert trial(streaming, gained=0.0) == []

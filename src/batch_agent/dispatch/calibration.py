@@ -18,7 +18,8 @@ from pathlib import Path
 
 from batch_agent.backends.base import Backend
 from batch_agent.dispatch.dispatcher import Dispatcher
-from batch_agent.scheduler.capacity import CALIBRATING, LimitSearch
+from batch_agent.scheduler.capacity import LimitSearch
+from batch_agent.scheduler.numbers import N
 
 FILE = "capacity.json"
 MONTH = 30 * 86_400.0  # seconds
@@ -87,7 +88,7 @@ async def calibration(backend: Backend, dispatcher: Dispatcher, model: str, *, w
         if (knee := known.get(where)) is not None:
             dispatcher.endpoints.search(endpoint, LimitSearch(knee, knee, settled=True), "found before")
         else:
-            dispatcher.endpoints.search(endpoint, LimitSearch(CALIBRATING, CALIBRATING), "calibrate_backend")
+            dispatcher.endpoints.search(endpoint, LimitSearch(N.few, N.few), "calibrate_backend")
     yield
     found = {where: knee for where, endpoint in endpoints.items() if (knee := endpoint.capacity.knee) is not None}
     if found:

@@ -19,7 +19,7 @@ from batch_agent.foreign import describe
 from batch_agent.scheduler.numbers import N
 from batch_agent.scheduler.server import Endpoint
 
-FIRST_SECONDS, READ_SECONDS = 0.3, 1.0  # before the first reading, and between two
+FIRST_SECONDS = 0.3  # before the first reading
 ENDPOINTS_A_SECOND = 50  # in a large fleet each endpoint is read less often
 
 Hold = Callable[[bool], None]
@@ -90,7 +90,7 @@ class LoadPoller:
         if self._ceiling is not None:
             # An endpoint without load metrics never counts as having a long queue.
             self._hold(bool(loads) and all(load is not None and load.waiting > self._ceiling for load in loads))
-        return READ_SECONDS * max(1.0, len(asked) / ENDPOINTS_A_SECOND)
+        return N.refresh * max(1.0, len(asked) / ENDPOINTS_A_SECOND)
 
     async def _read(self, endpoint: Endpoint) -> Load | None:
         try:

@@ -174,9 +174,9 @@ STREAM_SILENCE = 3.0  # seconds without a byte after which an answer that has be
 # answer of others, whichever is sooner, and at least these seconds.
 UNKNOWN_FACTOR, UNKNOWN_SECONDS = 3.0, 0.5
 # A request may be lost after this factor of a usual answer, and at least these seconds, without a byte. After this
-# factor of the slowest answer it is cancelled, if a second one cannot be sent beside it.
+# factor of the slowest answer it is cancelled, if a second one cannot be sent beside it. If another server works and
+# many answers were much faster, it may be lost sooner.
 LOST_FACTOR, LOST_SECONDS = 20.0, 30.0
-LOST_LEARNT = 10.0  # seconds in place of these if another server works, and many answers were much faster
 
 
 Flight = tuple[Deadline, Question, Policy, Observer]
@@ -396,7 +396,7 @@ class Flights:
             return inf
         patience = max(LOST_SECONDS, LOST_FACTOR * usual)
         if health.is_learnt and others_work:  # a row that takes that much longer than all others is rare
-            patience = min(patience, max(LOST_LEARNT, N.silence_factor * health.slowest))
+            patience = min(patience, max(N.busy, N.silence_factor * health.slowest))
         return patience
 
     def _slowest(self, endpoint: Endpoint) -> float:

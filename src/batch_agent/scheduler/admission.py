@@ -37,12 +37,11 @@ MOST_AGENTS = 1 << 30
 FARTHEST = 64  # number of turns to look ahead
 NEAR = 2  # number of turns to look ahead before a member must be admitted again
 LONG_WAIT = 5.0  # times the mean seconds of a turn: after such a tool wait a context counts half, after two a quarter
-SPAN_SECONDS, SPAN_TURNS = 1.0, 3.0  # minimum span for counting prompt tokens per second, in seconds and in turns
 QUICK = 0.1  # the part of turns that are quick
 WORTH = 1.15  # agents are held back only if the turns per second grow by this factor
-MEMBERS_A_CHANGE = 32  # a projection is computed again when one member in this number has changed,
-MEASURED = 16  # answers after which the size of contexts is computed again while they fit by far
-REFRESH_SECONDS = 1.0  # and after this time, because contexts of waiting agents count less and less
+# A projection is computed again when one member in this number has changed, and each second, because contexts of
+# waiting agents count less and less.
+MEMBERS_A_CHANGE = 32
 
 
 class ContextGrowth:
@@ -99,7 +98,7 @@ class EnginePace:
 
     def learn(self, tokens: int, seconds: float, now: float) -> None:
         """Learn from an answer that took ``seconds``; ``tokens`` of its prompt were not cached."""
-        span = max(SPAN_SECONDS, SPAN_TURNS * seconds)  # tokens computed before its start must not count much
+        span = max(N.refresh, N.several * seconds)  # tokens computed before its start must not count much
         if now - seconds > self._heard:
             self._began, self._tokens = now - seconds, 0
         elif now - self._began > 2 * span:
@@ -107,7 +106,7 @@ class EnginePace:
         self._heard = now
         self._tokens += tokens
         self.quick += N.weight * self.quick * (QUICK - (seconds < self.quick)) if self.quick else seconds
-        if now - self._began >= SPAN_SECONDS:
+        if now - self._began >= N.refresh:
             rate = self._tokens / (now - self._began)
             self._early = max(self._early, rate)
             if now - self._began >= span:
@@ -228,7 +227,7 @@ class WorkingSet:
             self._track()
         if progress.distance is None:
             self.use(progress, tokens)
-            if tokens > self._measured_for or self.unmeasured >= MEASURED or 2 * len(self.members) > self.ample:
+            if tokens > self._measured_for or self.unmeasured >= N.enough or 2 * len(self.members) > self.ample:
                 self.measure()
             return False
         before, shared = self.capacity, self._growth.shared
@@ -316,7 +315,7 @@ class WorkingSet:
     def _projected(self, projection: _Projection, now: float, horizon: int) -> _Projection:
         """Return the projection of the members; with ``NEAR``, only of those whose context is cached."""
         few = self.changes - projection.changes <= len(self.members) // MEMBERS_A_CHANGE
-        if few and now - projection.at < REFRESH_SECONDS:
+        if few and now - projection.at < N.refresh:
             return projection
         half = LONG_WAIT * self._forecast.seconds_per_turn
         groups: dict[int, list[float]] = {}
@@ -375,7 +374,6 @@ class WorkingSet:
 
 
 RETRIED = 64  # turns that are checked again at a time
-EVICTED = 0.5  # part of an agent's own context: if less of it was cached, the context was evicted
 
 Waiting = TypeVar("Waiting", bound=Hashable)
 
@@ -483,7 +481,7 @@ class Admission(Generic[Waiting]):
             if crowded and not self._takes(working_set, now, progress.turns, _context(progress)[1]):
                 self.held[waiting] = now
                 self._lines.setdefault(progress.turns, {})[waiting] = None
-                self._recheck = now + REFRESH_SECONDS
+                self._recheck = now + N.refresh
                 return False
             if home is not None:
                 home.leave(progress)
@@ -556,12 +554,12 @@ class Admission(Generic[Waiting]):
                 self.counts.recomputed += again
                 if rate := working_set.pace.rate:
                     self.counts.recompute_seconds += again / rate
-            evicted = cached - growth.shared < EVICTED * (before - growth.shared)
+            evicted = cached - growth.shared < N.mostly * (before - growth.shared)
         progress.tokens = tokens = prompt + usage.completion_tokens
         working_set.uncounted += prompt - cached
         working_set.unmeasured += 1
-        if wide and not evicted and working_set.unmeasured < MEASURED and tokens <= growth.largest:
-            return  # while the contexts fit by far, one answer in ``MEASURED`` is enough to learn from
+        if wide and not evicted and working_set.unmeasured < N.enough and tokens <= growth.largest:
+            return  # while the contexts fit by far, one answer in ``N.enough`` is enough to learn from
         working_set.learn(progress.turns + 1, tokens, seconds, now)
         if not progress.live:
             return

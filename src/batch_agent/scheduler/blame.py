@@ -526,6 +526,6 @@ class Denials:
             return "all"
         return (
             "all"
-            if refused >= (N.several_denied if by_status else N.many_denied) and left_in_flight <= 2 * refused
+            if refused >= (N.learnt if by_status else N.many_denied) and left_in_flight <= 2 * refused
             else "unclear"
         )

@@ -104,7 +104,7 @@ class CacheSize:
         settled = next((mark for mark in reversed(marks) if mark.at <= latest.at - lag), first)
         certain = settled.ours - first.ours - first.in_flight
         if certain >= N.learnt:
-            self.is_one_of_several = latest.counted - first.counted < N.counted_share * certain
+            self.is_one_of_several = latest.counted - first.counted < N.mostly * certain
 
     def found(self, distance: int, certain: int) -> None:
         """Learn from a context that was in the cache. ``distance``: tokens of all contexts used since its last turn,

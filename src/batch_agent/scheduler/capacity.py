@@ -68,16 +68,11 @@ TOOLS_START = 16  # the same for agents with tools: the first answers are quick,
 FLEET_START = 40  # the same at each server of a fleet, where only answers raise it
 RAMPED = 256  # where the first steps end; a small server then has all of them in its queue
 BLIND = 128  # ... before the first answer
-QUICK_SECONDS = 10.0  # an answer within this time allows the steps beyond ``BLIND``
 MOST = 1024  # upper end of the search
-CALIBRATING = 8  # start of a search that must find the knee even at a slow engine
 RAMP_SECONDS = 0.2  # long enough for a refusal to arrive; each step waits twice as long as the one before
-ENOUGH = 16  # minimum number of answers to judge a stage, and of refusals that show that the server is full
-GAIN = 1.08  # throughput gain that twice as many must bring
+GAIN = 1.05  # throughput gain that more must bring; fewer must keep it
 STEEP = 4  # growth per round of an endpoint in a fleet, up to ``START``
 QUEUED = 1.6  # if even the fast ones of the later answers take this many times as long, they waited in a queue
-TINY = 1e-9  # seconds to use for an answer that took no time
-PROBE_GAIN, PROBE_LOSS = 1.05, 0.98  # throughput that 50% more must bring, and that a third fewer must keep
 FLEET_PROBE_SECONDS = 15.0  # in a fleet a wrong number costs more, because the rows could go elsewhere
 
 Progress = tuple[int, bool, int, float]  # the limit, whether it still climbs, the best limit so far, and its throughput
@@ -177,7 +172,7 @@ class LimitSearch:
     def answered(self, sent_at: float, seconds: float, tokens: int, filled: bool, now: float) -> str:
         """Count one good answer. ``filled``: all slots were in use at some time of this stage."""
         self._heard = True
-        if self._blind and filled and seconds < QUICK_SECONDS:
+        if self._blind and filled and seconds < N.busy:
             self._blind = False
             self.limit = min(2 * self.limit, self._ramp_to, self._most)  # the next step by the clock was waiting for it
             return "answers arrive"
@@ -190,12 +185,12 @@ class LimitSearch:
         self._work += tokens or 1
         self._seconds += seconds
         if not self._by_clock and (self._climbing or not (self._best or self.guided)):
-            self._answers.append((seconds or TINY, tokens or 1))
+            self._answers.append((seconds or N.instant, tokens or 1))
             first = not self._best and not self._queued  # judged early, so that fewer rows are sent to a full server
-            if first and filled and self._count == max(ENOUGH, self._round) // 2 and (reason := self._shrink()):
+            if first and filled and self._count == max(N.enough, self._round) // 2 and (reason := self._shrink()):
                 return reason
         # An endpoint of a fleet is judged by whole rounds: all answers of half a round may be from its first wave.
-        if self._count < ENOUGH or (2 if self._by_clock else 1) * self._count < self._round:
+        if self._count < N.enough or (2 if self._by_clock else 1) * self._count < self._round:
             return ""
         rate = self.limit * self._work / self._seconds if self._seconds > 0 else inf
         if filled and self._answers and (reason := self._shrink()):
@@ -252,7 +247,7 @@ class LimitSearch:
                 max(1, self._best * 2 // 3) if self._down else min(self._most, max(self._best + 1, self._best * 3 // 2))
             )
             return self._go(other, "trying fewer" if self._down else "trying more", now)
-        if rate < self._best_rate * (PROBE_LOSS if self.limit < self._best else PROBE_GAIN):
+        if rate < self._best_rate * (1.0 if self.limit < self._best else GAIN):
             return self._go(self._best, "the throughput fell", now)
         if not self._by_clock and self.limit > self._best:  # the right number may be much larger
             self._climbing, self._queued = True, False
@@ -273,18 +268,13 @@ def _low(values: Iterable[float]) -> float:
     return ordered[len(ordered) // 8]
 
 
-GIVEN_UP = 1 / 8  # part of the limit that is left to others after a refusal
-LEFT_TO_OTHERS = 1 / 4  # the same if the server took more before: others use it now, or it has become smaller
+# Part of the limit that is left to others after a refusal, if the server took more before: others use it now, or it has
+# become smaller.
+LEFT_TO_OTHERS = 1 / 4
 PACE, DOUBLING = 1 / 5, 2  # slots per round at the start of slow growth; rounds until the pace doubles
-GROWN_PACE = 1  # ... if the refused number was more than twice the one before: the server has grown
 GROWN = 1 / 2  # part of the limit by which it grows per round at a server that takes more than before
-LONG = 1 / 8  # part of the time limit of a request: an answer that takes longer may have waited in a queue
-LEAST_FIRST = 8  # number of first answers that show how long a fast one takes
-IN_TIME = 1 / 2  # part of the time limit within which the server should answer
-PAUSE = 3  # rounds before a refused number is tried again
 TOLERATED = 1 / 10  # part of the requests that a server may refuse before its limit is known
 DEVIATIONS = 2.5  # ... and what chance may add to it, in standard deviations
-WINDOW = 512  # answers, at least: after that, older answers and refusals count half
 Before = tuple[int | None, int | None, int, int, bool, LimitSearch | None]  # what ``pardon`` restores
 
 
@@ -300,7 +290,6 @@ class Capacity:
     # Refused rows: the generation of the refusal, whether it lowered the limit, and when the first one came.
     causes: dict[Hashable, tuple[int, bool, float]]
     _before: Before | None  # before the first of them lowered the limit
-    _plea: Hashable  # one of them whose pardon waits for an answer
     _known: int | None  # the limit doubles up to this; None: nothing was refused
 
     def __init__(self, ceiling: int | None, search: LimitSearch | None = None) -> None:
@@ -378,9 +367,7 @@ class Capacity:
         return self._lower(refused_at, inflight, wait, now)
 
     def _is_tolerable(self, refused_at: int, inflight: int) -> bool:
-        if (
-            self._known is not None and refused_at >= (1 - GIVEN_UP) * self._refused_at - 1
-        ):  # it was full at this number
+        if self._known is not None and refused_at >= (1 - N.small) * self._refused_at - 1:  # it was full at this number
             return self._tolerated and self._refused <= 1
         if not self._tolerated:
             return self._answered and not self._twice and self._refused <= 1 + self._answers / inflight
@@ -399,10 +386,8 @@ class Capacity:
         been the last that the server takes in a minute. If most requests that were in flight together were refused, the
         server is full, and a row that was refused twice has only been unlucky."""
         if cause in self.causes and answered < self.causes[cause][2]:
-            if self.causes[cause][1]:
-                self._plea = cause
             return ""
-        if self._before is not None and self._wave_refused > max(ENOUGH, self._wave_crowd / 2):
+        if self._before is not None and self._wave_refused > max(N.enough, self._wave_crowd / 2):
             return ""
         generation, lowered, _ = self.causes.pop(cause, (-1, False, 0.0))
         if generation == self.generation:
@@ -423,7 +408,7 @@ class Capacity:
             self._forget_causes()
 
     def _forget_causes(self) -> None:
-        self.causes, self._before, self._plea = {}, None, None
+        self.causes, self._before = {}, None
 
     def _dry_up(self, now: float) -> str:
         """Send one request at a time. Few are in flight, and all that were sent since the limit fell are refused: these
@@ -437,26 +422,24 @@ class Capacity:
             before = self.limit, self._known, self._refused_at, self._taken, self._tolerated, self.search
             self._before = before
             self._wave, self._wave_crowd, self._wave_refused = self.generation, refused_at, int(self._refused)
-        gain, pace = 0.0, PACE
+        gain = 0.0
         if self._answered or self._known is None:  # else the server is still full, which is no new evidence
             # A limit of one tries two sooner than the rule says, because it is the smallest.
-            fewer = refused_at < (1 - GIVEN_UP) * self._refused_at
-            given_up = LEFT_TO_OTHERS if fewer else GIVEN_UP
+            fewer = refused_at < (1 - N.small) * self._refused_at
+            given_up = LEFT_TO_OTHERS if fewer else N.small
             self._taken = self._taken if fewer else refused_at - int(self._refused)
             known = max(1.5, refused_at * (1 - given_up) - 1)
-            if self._known is not None and refused_at > 2 * self._refused_at:
-                pace = GROWN_PACE
             self._known, self._refused_at = int(known), refused_at
             gain = known - self._known
-            self._pause = PAUSE
+            self._pause = N.several  # rounds
             # All slots are idle during a Retry-After, so it must be rare.
-            self._probe_at = now + (max(wait, N.short_hold) if wait else 0.0)
+            self._probe_at = now + (max(wait, N.busy) if wait else 0.0)
         self.limit = max(1, refused_at // 2)
         self.search, self.others = None, 0  # the server itself reported its limit
         self._answered = self._takes = False
         self._lowered_at, self._old = now, inflight - 1
         self._tolerated = False
-        self._climb_from(gain, pace)
+        self._climb_from(gain)
         return "the server is overloaded"
 
     def timed_out(self, meanwhile: int, seconds: float) -> str:
@@ -467,13 +450,13 @@ class Capacity:
 
     def _has_waited(self, seconds: float) -> bool:
         """Return whether an answer that took so long has waited in the server's queue: it took much longer than the
-        fast quarter of the first answers. Fewer than ``LEAST_FIRST`` do not show how much answers differ."""
+        fast quarter of the first answers. Fewer than a few do not show how much answers differ."""
         first = self._first
-        return len(first) >= LEAST_FIRST and seconds > QUEUED * first[len(first) // 4]
+        return len(first) >= N.few and seconds > QUEUED * first[len(first) // 4]
 
     def _shorten_queue(self, patience: float) -> str:
         """Lower the limit to the number of requests that the server answers within a part of the time limit."""
-        most = max(1, int(self._rate * patience * IN_TIME))
+        most = max(1, int(self._rate * patience * N.mostly))
         if self.limit is None or most >= self.limit:
             return ""
         self.limit = most
@@ -501,7 +484,7 @@ class Capacity:
         ``meanwhile``: number of answers that arrived in this time, with this one."""
         if len(self._first) < START:
             insort(self._first, seconds)
-        if seconds > LONG * self.patience:
+        if seconds > N.small * self.patience:
             self._rate = max(meanwhile / seconds, self._rate * N.forget)
             if self._has_waited(seconds) and (reason := self._shorten_queue(self.patience)):
                 return reason
@@ -512,10 +495,8 @@ class Capacity:
             self._old -= 1
             if self._dry:
                 return ""
-        if self._plea in self.causes and (reason := self.pardon(self._plea, sent_at)):
-            return reason
         self._answers += 1
-        if self._answers >= WINDOW and self._answers >= 4 * (self.limit or 0):
+        if self._answers >= 4 * max(self.limit or 0, BLIND):  # older answers and refusals count half
             self._answers, self._refused, self._crowd = self._answers / 2, self._refused / 2, 0
         limit, known = self.limit, self._known
         if known is not None and limit is not None and limit < known:
@@ -539,7 +520,7 @@ class Capacity:
         """Count one more good answer with all slots in use."""
         part = 1 / limit  # of a round
         pace = min(limit, self._pace * 2 ** (part / DOUBLING))
-        if limit > self._refused_at * (1 + GIVEN_UP) + 1:  # the server takes more than before
+        if limit > self._refused_at * (1 + N.small) + 1:  # the server takes more than before
             pace = max(pace, limit * GROWN)
         gain = self._gain + pace * part
         if gain >= 1 and limit + 1 >= self._refused_at and (self._pause > 0 or now < self._probe_at):
@@ -635,10 +616,10 @@ class Capacity:
     def _count_anew(self) -> None:
         self._answers, self._refused, self._crowd, self._twice = 0.0, 0.0, 0, 0
 
-    def _climb_from(self, gain: float, pace: float = PACE) -> None:
+    def _climb_from(self, gain: float) -> None:
         self.generation += 1
         self._count_anew()
-        self._gain, self._pace = gain, pace
+        self._gain, self._pace = gain, PACE
 
 
 def is_chance(refused: float, requests: float) -> bool:

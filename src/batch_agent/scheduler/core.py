@@ -48,9 +48,7 @@ from batch_agent.scheduler.rates import Reservation
 from batch_agent.scheduler.routing import Router
 from batch_agent.scheduler.server import Endpoint
 
-MOST_ASIDE = 8  # turns set aside after a failed trial; above that, a new agent starts only once in as many trials
 AFTER_CRASH = 10.0  # seconds by which a suspect is tried later for each crash of a server, if others wait
-SHORTEST_ELSEWHERE = 1.0  # seconds of the wait for another endpoint
 
 State = Literal["waiting", "set aside", "off the queue"]
 
@@ -220,11 +218,12 @@ class Scheduler:
         if self.max_agents is not None and self.agents >= self.max_agents:
             return False
         spare = self._spare()
-        if self.aside and len(self.aside) >= MOST_ASIDE and not self.slots:
+        if self.aside and len(self.aside) >= N.few and not self.slots:
             trials = max(endpoint.health.trials for endpoint in self.endpoints)
             # The last rows of a batch start nevertheless: only they can tell a bad server from bad rows.
             rows = inf if self.forecast.rows is None else self.forecast.rows
-            if len(self.aside) >= MOST_ASIDE + trials // MOST_ASIDE and rows > len(self.aside):
+            # With a few set aside, a new agent starts only once in as many trials.
+            if len(self.aside) >= N.few + trials // N.few and rows > len(self.aside):
                 return False
         if self.at_tools and self.at_tools >= min(self.inflight + spare, MOST):
             return False
@@ -583,7 +582,7 @@ class Scheduler:
         silent, and the first one up again. A hedge has not failed, and waits for as long as its first request."""
         if not ticket.row.tested:
             return inf
-        return max(SHORTEST_ELSEWHERE, N.much_slower * self.router.wait(other, self._parking.waiting(other)))
+        return max(N.slack, N.much_slower * self.router.wait(other, self._parking.waiting(other)))
 
     def _park(self, ticket: Ticket, place: Endpoint | str, due: float = inf) -> None:
         self._wait(ticket)

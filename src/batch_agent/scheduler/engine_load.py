@@ -14,13 +14,9 @@ from dataclasses import dataclass
 
 from batch_agent.scheduler.numbers import N
 
-# Part of the running requests: a short queue, a long one, the rest of a long one. If more than a short queue has were
-# preempted between two readings, memory is short.
-SHORT, LONG, KEPT = 1 / 8, 1.0, 1 / 2
-OURS = 0.45  # part of the engine's requests; below this, other runs have the larger part
+KEPT = 1 / 2  # of the running requests: what is left of a long queue
 LEAST = 4  # a queue of this many requests is short at any engine
 STEP = 16  # slots by which the limit grows once the queue was long
-FULL = 0.95  # of the KV cache
 CALM = 10  # readings without growth after many requests were preempted
 
 
@@ -50,21 +46,21 @@ class LoadGuide:
     def read(self, load: Load, inflight: int, limit: int, most: int | None) -> tuple[int, str] | None:
         """Return a new limit, at most ``most``, and the reason; or None if it does not change."""
         running, waiting = load.running, load.waiting
-        long = waiting > max(LEAST, running * LONG) and running > 0
+        long = waiting > max(LEAST, running) and running > 0
         was_long, self._long = self._long, long
         thrashes = self._thrashes(load)
         if thrashes and self._calm <= CALM - N.several:
             self._calm, self._grown = CALM, True
-            return _down(limit, int(min(limit, inflight) * (1 - SHORT)), "the engine is short of memory")
+            return _down(limit, int(min(limit, inflight) * (1 - N.small)), "the engine is short of memory")
         if long and was_long:
             self._grown = True
             share = (running * (1 + KEPT) + LEAST) / (running + waiting)
             return _down(limit, round(inflight * share), "the engine's queue is long")
         self._calm = max(0, self._calm - 1)
-        short = waiting <= max(LEAST, running * SHORT)
+        short = waiting <= max(LEAST, running * N.small)
         # If other runs have the larger part, grow until the queue is long: then they give up more than this run.
-        room = short or (not long and inflight < OURS * (running + waiting))
-        if self._calm or not room or 10 * inflight < 9 * limit or (load.kv_usage or 0.0) > FULL:
+        room = short or (not long and inflight < N.mostly * (running + waiting))
+        if self._calm or not room or 10 * inflight < 9 * limit or (load.kv_usage or 0.0) > N.full:
             return None
         more = limit + STEP if self._grown or not short else 2 * limit
         more = more if most is None else min(more, most)
@@ -75,7 +71,7 @@ class LoadGuide:
     def _thrashes(self, load: Load) -> bool:
         before, now = self._preemptions, load.preemptions
         self._preemptions = now
-        return before is not None and now is not None and now - before > load.running * SHORT
+        return before is not None and now is not None and now - before > load.running * N.small
 
 
 def _down(limit: int, fewer: int, reason: str) -> tuple[int, str] | None:

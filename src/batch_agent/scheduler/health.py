@@ -153,7 +153,7 @@ class Health:
     @property
     def grace(self) -> float:
         """Seconds that requests from before an outage still get after its end."""
-        return max(N.shortest_grace, 2 * self.slowest)
+        return max(N.slack, 2 * self.slowest)
 
     # Trials
 
@@ -174,7 +174,7 @@ class Health:
         """Return the seconds until the next trial, partly random so that many runs do not coincide."""
         lasted = now - (self.down_since if since is None else since)
         is_limited = self.is_limited and lasted < MINUTE  # a limit per minute lets requests through again by then
-        share = N.refused_share if is_limited or self.is_denied else N.pause_share
+        share = N.limited_share if is_limited else N.denied_share if self.is_denied else N.pause_share
         longest = min(N.longest_pause, N.first_pause + lasted * share)
         if is_limited:
             longest = min(longest, N.first_pause + MINUTE - lasted)
@@ -192,9 +192,9 @@ class Health:
         """Return the time limit of a control request. Before the first answer it is part of the patience of a
         dispatcher that has one."""
         if not self._good:
-            seconds = N.minute if self.is_down else N.shortest_control * (1 + self._unanswered)
-            return min(seconds, max(N.shortest_control, max_outage))
-        shortest = N.shortest_control
+            seconds = N.minute if self.is_down else N.busy * (1 + self._unanswered)
+            return min(seconds, max(N.busy, max_outage))
+        shortest = N.busy
         if self.is_learnt and (self._looks or self.is_down):
             # It is silent, or was. One that hangs is asked again soon; one that is slow gets more time at each trial.
             tried = min(self.trials, N.most_doubled) if self.is_down else 0
@@ -204,7 +204,7 @@ class Health:
     def asks_again(self, max_outage: float = inf) -> bool:
         """Return whether a control request that was not answered in time proves nothing, and another one is sent."""
         sent = self._unanswered + 1
-        waited = N.shortest_control * sent * (sent + 1) / 2
+        waited = N.busy * sent * (sent + 1) / 2
         if self._good or sent == N.several or waited >= max_outage:
             return False
         self._unanswered += 1

@@ -18,10 +18,29 @@ class Numbers:
     # How often something happens before it is taken for more than chance.
     twice: int = 2  # a row crashes servers or is refused for load; rows are denied; a full server refuses
     several: int = 3  # rows or attempts that fail, with nothing that was answered meanwhile
-    learnt: int = 10  # answers that show how long one takes, and requests that show what a server takes
+    # Answers that show how long one takes, requests that show what a server takes, rows that are denied with a status
+    # that may concern all: a moderator may refuse a few in a row.
+    learnt: int = 10
+    few: int = 8  # agents that fill no engine, requests that may all be slow ones, answers that differ by chance
+    rarely: int = 1024  # grants until the oldest turn is next, turns until streaming is tried again
+    enough: int = 16  # answers, or refusals, that judge a number of requests, streaming, or the size of contexts
     moment: float = 0.25  # what arrives within it was caused together, or waited in the event loop
 
+    # Seconds of a server that works.
+    instant: float = 1e-3  # what was sent together; the shortest answer
+    slack: float = 1.0  # what is on its way arrives within it: later than it left, and later still if it must connect
+    # It lets a request wait no longer: in its queue, as its Retry-After, before the first byte while another server has
+    # none. Longer waits are mostly those of limits per minute: a server with 16 slots that asked for 5 s was taken for
+    # one that takes 16 requests per minute, and used for a fiftieth. A control request may wait as long; before the
+    # server is down each may be lost, and each of several gets as many seconds more.
+    busy: float = 10.0
+
+    # Parts of a whole.
+    small: float = 1 / 8  # of a limit or of the requests that run: left to others, a short queue; of a time limit
+    mostly: float = 0.5  # another turn is likely, a context is cached, an engine counts our requests
+
     # Speed.
+    refresh: float = 1.0  # between two readings of an engine, or two looks at the contexts in it; the shortest span
     weight: float = 0.1  # of the latest answer in a mean
     forget: float = 0.99  # factor of what is known, with each answer, where a mean will not do
     much_slower: float = 2.0  # times: than another server, or than a wait was expected to be
@@ -34,41 +53,32 @@ class Numbers:
     # Part of the outage so far: a pause of 10 s is reached after 50 minutes. A trial may take as long, or a short wait:
     # a server that starts cold answers more slowly.
     pause_share: float = 1 / 300
-    # The same if it denies or refuses every request: each may count for its limit, and a key may take hours.
-    refused_share: float = 1 / 10
+    denied_share: float = 1 / 20  # the same if it denies every row: a gateway that reloads takes seconds, a key hours
+    limited_share: float = 1 / 3  # the same if it refuses every request: each refused request may count for its limit
     jitter: float = 0.3  # random part of a pause, so that many runs do not try together
     # A server that asks for a longer wait than this is tried again after the first of these times, then twice as long,
     # up to this: one asked for a day, and answered 3 s later.
     longest_hold: float = 300.0
     first_hold: float = 15.0
-    shortest_grace: float = 1.0  # for requests from before an outage, after its end
 
     # Silence: nothing at all arrives for much longer than the slowest answer took.
     shortest_silence: float = 5.0
     silence_factor: float = 6.0  # over the slowest answer
     most_doubled: int = 6  # times that the wait is doubled: for a silent server, a long hold, a row refused for load
-    few_slow: int = 8  # requests in flight that may all be of rows that take long
 
     # Control requests.
-    # A control request may wait in the server's queue. Before the server is down, each may be lost, and each of
-    # several gets as many seconds more.
-    shortest_control: float = 10.0
     control_pause: float = 5.0  # between two of them that find out whether refusals for load concern rows
 
     # The end of patience, for a dispatcher that has one.
     never_reached: float = 30.0  # a server that was never reached: probably a wrong address
 
     # Denials: which rows does a 401, 403 or 404 concern?
-    several_denied: int = 10  # rows with a status that may concern all; a moderator may refuse a few in a row
-    many_denied: int = 20  # rows with the same message and another status
+    many_denied: int = 20  # rows with the same message and any other status
 
     # Refusals for load.
     # A shorter Retry-After costs less than finding out whether it concerns all rows. A row that waits no longer keeps
     # its place, and a trial may take so long.
     short_wait: float = 2.0
-    # Retry-After of a server that is full; longer ones are mostly those of limits per minute. A server with 16 slots
-    # that asked for 5 s was taken for one that takes 16 requests per minute, and used for a fiftieth.
-    short_hold: float = 10.0
 
     # Failures that either side may have caused.
     most_convicted: int = 100  # rows charged because of control requests alone, without the answer of a row
@@ -77,7 +87,6 @@ class Numbers:
     # What the KV cache holds. Chosen by recordings of vLLM 0.26 and SGLang 0.5.16 on an H200.
     longest_lag: float = 20.0  # of an engine's count until it moves; vLLM's stood at 0 for 18 s after a cold start
     usual_lag: float = 8.0  # of a count that moves; vLLM's was 3 to 6 s late
-    counted_share: float = 0.5  # of our requests; an engine that counts fewer is one of several replicas
     beyond: float = (
         1.2  # of the reported size; prompts are predicted to a few per cent, so a context beyond it proves more
     )

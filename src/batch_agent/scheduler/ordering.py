@@ -22,6 +22,8 @@ from heapq import heappop, heappush
 from math import inf
 from typing import TYPE_CHECKING, Generic, Literal, Self, TypeVar
 
+from batch_agent.scheduler.numbers import N
+
 if TYPE_CHECKING:
     from batch_agent.scheduler.server import Endpoint
 
@@ -34,9 +36,7 @@ if TYPE_CHECKING:
 # ended, all agents are expected to take twice as many turns as the furthest one.
 
 ENDING = 1.7  # the batch is ending if the work left per slot takes at most this many times the longest remaining agent
-FEW = 8  # this many agents do not fill an engine, so the order in which it serves them hardly matters
 FIRST_GUESS = 4  # minimum turns expected of an agent until one has ended
-LEARN_AGAIN = 8  # estimates are updated when another eighth of the agents has ended
 
 
 class AgentForecast:
@@ -116,7 +116,7 @@ class TurnForecast:
         self._ended[turns] += 1
         self._ends += 1
         if self._ends >= self._learn_at:
-            self._learn_at = self._ends + self._ends // LEARN_AGAIN + 1
+            self._learn_at = self._ends + int(N.small * self._ends) + 1
             self._learn()
 
     @property
@@ -136,7 +136,7 @@ class TurnForecast:
     @property
     def all_started(self) -> bool:
         """Whether every agent of the batch has started, and there are more than a few."""
-        return self.rows == 0 and self.started > FEW
+        return self.rows == 0 and self.started > N.few
 
     @property
     def furthest(self) -> int:
@@ -211,7 +211,6 @@ class TurnForecast:
 
 FIRST = -2  # instead of turns taken: the queue that is served before all others
 LAST = -1  # instead of turns taken: the queue that is served when all others are empty
-PATIENCE = 1024  # after this many grants the oldest waiter is served, so that none waits forever
 EVICTED_TURN = 8  # one in this many grants goes to an agent whose context was evicted
 URGENT = 1.3  # the longest agent gets every slot if the work left per slot takes at most this many times as long
 
@@ -269,9 +268,9 @@ class Queue(Generic[Waiting]):
             return next(iter(lines))
         if FIRST in lines:
             return FIRST
-        if self._taken % PATIENCE == 0:
+        if self._taken % N.rarely == 0:
             oldest = min(lines, key=self._joined)
-            if self._taken - self._joined(oldest) >= PATIENCE:
+            if self._taken - self._joined(oldest) >= N.rarely:
                 return oldest
         if LAST in lines:
             lines = {turns: line for turns, line in lines.items() if turns != LAST}
@@ -424,10 +423,7 @@ class Parking(Generic[Waiting, Place]):
 #
 # ``kvflow="auto"`` enables the parts with a measured gain (docs/kv.md), ``True`` all of them, ``False`` none.
 
-LIKELY = 0.5  # minimum probability of another turn to pin a context
 SOON = 10.0  # times the mean seconds of a request: an agent with a longer tool wait is not pinned
-LATE = 2.0  # times the mean tool wait, after which the agent is no longer expected
-SLACK_SECONDS = 2.0  # for the time until the next request arrives
 UNKNOWN_SECONDS = 15.0  # length of a pin while no agent has returned from a tool, or tools take no time
 
 
@@ -452,12 +448,12 @@ class KvParts:
 def pin_seconds(forecast: TurnForecast, turns: int) -> float:
     """Return how long an engine should keep the context of an agent that has taken ``turns``; 0: no pin. An engine
     evicts the least recently used context, and does not know that an agent in a tool wait will continue."""
-    if forecast.goes_on(turns + 1) < LIKELY:
+    if forecast.goes_on(turns + 1) < N.mostly:
         return 0.0
     wait = forecast.seconds_between_turns
     if not wait:
         return UNKNOWN_SECONDS
-    return LATE * wait + SLACK_SECONDS if wait <= SOON * forecast.seconds_per_turn else 0.0
+    return N.much_slower * wait + N.short_wait if wait <= SOON * forecast.seconds_per_turn else 0.0
 
 
 # Decides whether to stream the answers of a run, so that tools can start before the answer is complete.
@@ -468,15 +464,13 @@ def pin_seconds(forecast: TurnForecast, turns: int) -> float:
 # more than all agents together can lose. While other agents take each slot that becomes free
 # (``Scheduler.is_crowded``), an agent that is ready sooner only waits longer, and nothing is streamed.
 #
-# A trial decides: a few turns are streamed and ``TRIAL`` answers are measured. While streaming pays, each further
-# answer is added to the mean, in which older answers count less. Agents often move in waves, and a wave of last
-# answers, which call no tool, is no reason to stop. When streaming does not pay, answers are not streamed for
-# ``REST`` turns, and then there is another trial, because tools and answers may have changed. This module has no
-# clock: the caller measures each turn.
+# A trial decides: enough answers are measured, of twice as many streamed turns, because some fail. While it pays,
+# each further answer is added to the mean, in which older answers count less. Agents often move in waves, and a wave of
+# last answers, which call no tool, is no reason to stop. When streaming does not pay, many turns are not streamed, and
+# then there is another trial, because tools and answers may have changed. This module has no clock: the caller measures
+# each turn.
 
-TRIAL = 16  # answers that decide; twice as many turns are streamed for it, because some fail
 MEMORY = 256  # number of answers after which all earlier ones count half
-REST = 1024  # turns
 # Seconds for one token of a stream: 15 µs of our event loop, and about 30 of the server, which writes an event for it
 # while its other requests wait (measured on vLLM and an H200).
 TOKEN_SECONDS = 45e-6
@@ -498,9 +492,9 @@ class Streaming:
         """Return whether to stream the next turn."""
         if self._pays:
             return True
-        if self._whole >= REST:  # also after a trial whose answers never arrived
+        if self._whole >= N.rarely:  # also after a trial whose answers never arrived
             self._begin_trial()
-        if self._pays is None and self._asked < 2 * TRIAL:
+        if self._pays is None and self._asked < 2 * N.enough:
             self._asked += 1
             return True
         self._whole += 1
@@ -514,7 +508,7 @@ class Streaming:
         self._answers += 1
         self._gained += gained
         self._cost += tokens * TOKEN_SECONDS * max(1, inflight)
-        if self._answers < TRIAL:
+        if self._answers < N.enough:
             return None
         gain, cost = self._gained / self._answers, self._cost / self._answers
         self._pays = gain > cost

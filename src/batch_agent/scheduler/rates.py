@@ -24,7 +24,7 @@ from batch_agent.scheduler.numbers import N
 from batch_agent.scheduler.retry import LONGEST_RETRY_AFTER
 
 MINUTE = N.minute
-SLACK = 1.0  # seconds: requests arrive later than they leave, and later still if they must connect first
+SLACK = N.slack
 
 
 class RateWindow:
@@ -193,8 +193,7 @@ class RateWindow:
 LONGEST_DROUGHT = 90.0
 NEARLY = 0.8  # part of the learnt limit: a refusal after that many requests is due to it
 RAISED = 1 / 50  # part by which it is raised after a minute without a refusal; doubles each minute
-DOUBTED = 1 / 4  # the same until a refusal has confirmed it, after one more request and then every DOUBT seconds
-DOUBT = 2.0
+DOUBTED = 1 / 4  # the same until a refusal has confirmed it, after one more request and then after each short wait
 
 
 class LearntRate:
@@ -263,7 +262,7 @@ class LearntRate:
         if now >= self._raise_at:
             self.limit += ceil(self._raised_by * self.limit) or 1
             self._raised_by = 2 * self._raised_by or DOUBTED
-            self._raise_at = now + (DOUBT if self._doubted else self._raise_after)
+            self._raise_at = now + (N.short_wait if self._doubted else self._raise_after)
             return now
         return min(self._leave[len(self._leave) - self.limit], self._raise_at)
 

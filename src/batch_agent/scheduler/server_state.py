@@ -77,7 +77,6 @@ if TYPE_CHECKING:
     from batch_agent.scheduler.server import Endpoint
 
 ALL_REFUSED = "the run stopped because every row is refused: {error}"
-SAME_TIME = 1e-3  # seconds: two requests that were sent together
 MOST_REASONS = 50  # that are remembered
 NONE: Effects = []
 WAKE, PROBE, CONTROL = Wake(), SendProbe(), Control()
@@ -434,7 +433,7 @@ class ServerState:
     def is_queued(self, slot: Slot) -> bool:
         """Return whether a request that timed out was in the server's queue: requests sent before it were answered
         meanwhile, and none that was sent after it."""
-        return self.answers > slot.answers_before and self.answered_sent <= slot.sent_at + SAME_TIME
+        return self.answers > slot.answers_before and self.answered_sent <= slot.sent_at + N.instant
 
     def _apply(self, event: Failed, outcome: Outcome, verdict: Verdict, now: float, effects: Effects) -> None:
         """Apply the verdict to the server."""
@@ -585,7 +584,7 @@ class ServerState:
                 return  # the server takes other requests meanwhile; only this one waits
             if wait > N.short_wait and proven and not self._is_confirmed(slot, around, now):
                 return  # the next request shows whether it concerns all rows
-            if control and wait <= N.short_hold:
+            if control and wait <= N.busy:
                 return  # those in flight may be as many as it takes at once
             if wait > N.short_wait and not control and around.can_ask:
                 if slot.sent_at >= self.history.controlled_at + N.control_pause:
@@ -783,7 +782,7 @@ class ServerState:
     def _may_be_slow_rows(self, event: Tick) -> bool:
         """Return whether the few requests in flight may be rows that take long, and a control request can tell."""
         around = event.around
-        few = self.inflight <= N.few_slow or not (around.wants_slot or around.has_untested)
+        few = self.inflight <= N.few or not (around.wants_slot or around.has_untested)
         has_slot = not around.is_full or not self.health.sounded or event.second
         return few and has_slot and around.can_ask
 

@@ -100,7 +100,7 @@ class ModelServers:
         health = endpoint.health
         held = server.held_until if server.held_until > now else 0.0
         hold = server.reasons.get("hold")
-        if held and hold is not None and held - min(hold.since, server.refused_since or hold.since) <= N.short_hold:
+        if held and hold is not None and held - min(hold.since, server.refused_since or hold.since) <= N.busy:
             held = 0.0  # a rate limit at work, and no outage
         if endpoint.is_working and not held:
             return None
