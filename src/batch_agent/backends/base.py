@@ -71,8 +71,8 @@ class RequestShape:
 @dataclass(frozen=True, slots=True)
 class ClientBody:
     """A request as a client of the gateway sent it, in the format of ``wire``. A backend of this wire sends the fields
-    unchanged and puts the whole answer on the Reply (``sealed``); others use shape and conversation. ``digest`` covers
-    everything outside the conversation; ``headers`` are those that belong to the wire."""
+    unchanged and puts the whole answer on the Reply (``sealed``); other backends use the shape and the conversation.
+    ``digest`` covers everything outside the conversation; ``headers`` are those that belong to the wire."""
 
     wire: str
     fields: JsonObject
@@ -177,7 +177,7 @@ class Backend(ABC):
 
     @property
     def wires(self) -> frozenset[str]:
-        """Return the wires in which it accepts a client's own request (``ClientBody``)."""
+        """The wires in which this backend accepts a client's own request (``ClientBody``)."""
         return frozenset()
 
     async def __aenter__(self) -> Self:
@@ -192,8 +192,8 @@ class Backend(ABC):
         """Raise SpecError for a shape that this backend can never send. Called before anything is sent."""
 
     def answer_limit(self, shape: RequestShape) -> int | None:
-        """Return the most tokens of an answer, as requests of this shape say it; None: they do not. A budget reserves
-        them."""
+        """Return the largest number of tokens of an answer that requests of this shape state; None if they state none.
+        A budget reserves this number."""
         return shape.max_tokens
 
     @abstractmethod
@@ -246,7 +246,8 @@ class Backend(ABC):
 
     @property
     def servers(self) -> Mapping[str, ServerState]:
-        """Return what all dispatchers know about each server behind it, by the name in ``ModelRequest.endpoint``."""
+        """Return what all dispatchers know about each server behind this backend, by the name in
+        ``ModelRequest.endpoint``."""
         return {"": self._server}
 
     @lazy_property
@@ -255,16 +256,16 @@ class Backend(ABC):
 
     @property
     def standbys(self) -> Mapping[str, Standby]:
-        """Return those of its servers that answer only while no other one works, by name."""
+        """Return the standbys among the servers, by name. A standby answers only while no other server works."""
         return {}
 
     def lend(self, server: ServerState) -> None:
-        """Set what is known about its only server, for a backend that is not a fleet."""
+        """Set the knowledge about the only server, which dispatchers share. Only for a backend that is not a fleet."""
         setattr(self, "_server", server)  # noqa: B010 -- a property for type checkers
 
     @property
     def is_fleet(self) -> bool:
-        """Return whether its servers have names of their own, and may join and leave."""
+        """Whether the servers have names of their own, and may join and leave."""
         return any(self.servers)
 
     def join(self, listener: Listener) -> None:
@@ -274,7 +275,7 @@ class Backend(ABC):
         """Stop notifying ``listener``."""
 
     async def locate(self, model: str) -> None:
-        """Find out which members serve the model, as far as they answer soon."""
+        """Find out which members serve the model. Members that do not answer soon are left out."""
 
     # Answers that take hours
 
@@ -284,13 +285,13 @@ class Backend(ABC):
         before the backend is entered."""
 
     def has_bought(self, request: ModelRequest) -> bool:
-        """Return whether the answer was already paid for, in an earlier session or by a cancelled turn. If the answer
-        is then missing, the request fails and is retried."""
+        """Return whether the answer was already paid for, in an earlier session or by a cancelled turn. If that answer
+        cannot be fetched, the request fails and is retried."""
         return False
 
 
 async def caught(asking: Awaitable[Reply]) -> Reply | BackendError:
-    """Return the answer, or the BackendError that was raised instead."""
+    """Return the answer, or the BackendError that was raised."""
     try:
         return await asking
     except BackendError as error:
@@ -321,8 +322,8 @@ class Found:
 
 class Once(Protocol):
     async def begin(self, key: str) -> Found | str:
-        """Return the result of another worker, after waiting for it, or a token. With a token, the caller must do the
-        work and call ``end``."""
+        """Start work that only one worker should do. Returns the result of another worker, after waiting for it; or a
+        token: then the caller must do the work and call ``end``."""
         ...
 
     def end(self, key: str, token: str, found: Found | None, keep: float) -> None:

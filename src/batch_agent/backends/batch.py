@@ -60,7 +60,8 @@ PRICE = 0.5  # of the normal price, at every provider
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A job's state as its provider reports it. ``failed`` is the reason why nothing of it will be done."""
+    """The state of a job as its provider reports it. ``failed`` is the reason why none of its requests will be
+    answered, or ""."""
 
     done: bool
     failed: BackendError | None = None
@@ -91,15 +92,15 @@ class JobService(ABC):
 
     @abstractmethod
     async def candidates(self, wave: Wave) -> list[str]:
-        """Return the jobs that may be the one of a wave whose job's id is unknown: if jobs carry names, the one with
-        the name of the wave. Empty: it was never created."""
+        """Return the jobs that may belong to a wave whose job's id was lost. If jobs carry names, this is the one with
+        the name of the wave. Empty: the job was never created."""
 
     @abstractmethod
     async def look(self, job: str) -> State: ...
 
     @abstractmethod
     async def answers(self, state: State) -> Mapping[str, Answer]:
-        """Return the answers by request; requests that the job does not mention are missing."""
+        """Return the answers by request. A request that the job does not mention is missing."""
 
     @abstractmethod
     def answer_in(self, row: JsonObject) -> Answer:
@@ -141,13 +142,13 @@ class JobService(ABC):
 
     @abstractmethod
     def made_at(self, job: JsonObject) -> float | None:
-        """Return when it was created, Unix time; None if not reported."""
+        """Return when the job was created, as Unix time; None if that is not reported."""
 
     def document(self, body: bytes) -> JsonObject:
         return object_of(body, self.batches.faults)
 
     def id_of(self, body: bytes) -> str:
-        """Return the id of what was just created."""
+        """Return the id in the provider's answer to the creation of a job or a file."""
         made = self.document(body).get("id")
         if not isinstance(made, str) or not made:
             raise Rejected(f"{self.batches.faults.where}: the answer has no id, so this is no batch API")
@@ -366,7 +367,8 @@ class JobBackend(Backend):
         return {own: found.get(own, missing) for own in wave.requests}
 
     async def _submit(self, wave: Wave) -> None:
-        """Create the job of the wave; none if an earlier session should have sent it and did not."""
+        """Create the job of the wave. No job is created if an earlier session recorded that it would send the wave and
+        did not."""
         # Each request that joins meanwhile extends the wait.
         while not wave.tried and not wave.full and (left := wave.joined_at + self._gather - _now()) > 0:  # noqa: ASYNC110
             await asyncio.sleep(left)
@@ -420,7 +422,8 @@ class JobBackend(Backend):
         return state
 
     async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Retry temporary errors here: a row that returned to the engine would start a job of its own."""
+        """Retry temporary errors here, and not in the engine: a row that returned to the engine would start a job of
+        its own."""
         began = _now()
         pause = self._look
         knocks = 0
@@ -448,8 +451,9 @@ class JobBackend(Backend):
                 self._remember(wave, own)
 
     async def _look_elsewhere(self) -> None:
-        """Load waves that other workers have sent meanwhile. Their requests are found by row: a worker that asks for
-        the same row has taken it over. Callers share a reading that began after they came."""
+        """Load waves that other workers have sent meanwhile. Their requests are found by row: a worker that sends a
+        request of the same row has taken the row over. Callers share one reading of the ledger if it began after they
+        came."""
         if self._ledger is None:
             return
         came = self._readings
@@ -486,7 +490,7 @@ def _digest(body: bytes) -> str:
 
 
 def _digest_in(own: str) -> str:
-    """Return the digest of a request, which is the beginning of its id."""
+    """Return the digest of a request from its id, which begins with it."""
     return own.partition("-")[0]
 
 
@@ -518,7 +522,7 @@ class JobLedger:
         return found
 
     async def intend(self, wave: str, rows: Mapping[str, str]) -> None:
-        """``rows`` are the requests, each with its row."""
+        """Record that a wave will be sent now. ``rows`` are its requests, each with its row."""
         self._known.add(wave)
         await self._note({"wave": wave, "requests": [*rows], "rows": [*rows.values()], "at": time.time()})
 
@@ -530,7 +534,8 @@ class JobLedger:
         return next((entry.job for entry in await in_thread(self._read) if entry.name == wave), None)
 
     async def close(self, left: Mapping[str, Sequence[str]]) -> None:
-        """Mark every wave that this ledger knows as over, except these, with their remaining requests."""
+        """Mark all waves that this ledger knows as over, except those in ``left``, which are recorded with their
+        remaining requests."""
 
         def close() -> None:
             lines: list[dict[str, object]] = []
@@ -685,7 +690,8 @@ class AnthropicJobs(JobService):
         return self.id_of(await self.ask(self.batches, b'{"requests":[%b]}' % requests))
 
     async def candidates(self, wave: Wave) -> list[str]:
-        """Return jobs with as many requests: a job lists their ids only when it has ended."""
+        """Return the jobs with the same number of requests: a job lists the ids of its requests only when it has
+        ended."""
         jobs = self.listed("limit=1000", "after_id", wave.since)
         return [str(job.get("id")) async for job in jobs if _count(job) in (None, len(wave.requests))]
 

@@ -152,13 +152,13 @@ class CachingBackend(ForwardingBackend):
 
 
 def _again(reply: Reply, on_tool_call: OnToolCall | None) -> Reply:
-    """Return the same answer for another caller: without usage, and with its tool calls reported."""
+    """Return an answer for another caller with the same request: without usage, and with its tool calls reported."""
     report_calls(reply, on_tool_call)
     return replace(reply, usage=Usage(), first_token=None, saved=reply.saved or reply.usage)
 
 
 def _for_another(error: BackendError) -> BackendError:
-    """Return the same error for another caller: without usage, which the first caller has paid."""
+    """Return an error for another caller with the same request: without usage, which the first caller has paid."""
     same = copy(error)
     same.usage, same.paid_elsewhere = None, True
     return same

@@ -143,7 +143,8 @@ class ResponseStore:
         return [CachedModel(*row) for row in rows]
 
     def prune(self, *, max_bytes: int | None = None, unused_seconds: float | None = None) -> int:
-        """Delete answers unused for that long, then the least recently used above ``max_bytes``. Returns how many."""
+        """Delete answers that were not used for ``unused_seconds``, then the least recently used ones until the file
+        has at most ``max_bytes``. Returns how many were deleted."""
         before = self._number(COUNT)
         if unused_seconds is not None:
             self._try("DELETE FROM responses WHERE used < ?", time.time() - unused_seconds)
@@ -195,7 +196,7 @@ class ResponseStore:
         self._connect()
 
     def _try(self, statement: str, *values: object) -> list[tuple[Any, ...]]:
-        """Run a statement and return its rows; none if the disk or the file fails, which is logged once."""
+        """Run a statement and return its rows. Returns [] if the disk or the file fails, which is logged once."""
         if self._connection is None:
             return []
         try:

@@ -68,15 +68,16 @@ def open_backend(
 
 
 def resolved(backend: object, model: str | None, environ: Mapping[str, str] = os.environ) -> tuple[object, str | None]:
-    """Return the backend that is used, and the model's name there, if none may be given: the one of the environment,
-    that of the provider in the model's name, or the embedded engine."""
+    """Return the backend, and the model's name there, if the user may have given no backend: the one of the
+    environment, that of the provider in the model's name, or the embedded engine."""
     if backend is None:
         backend = environ.get(BACKEND_VARIABLE) or None
     return _provider_of(model) if backend is None else (backend, model)
 
 
 def at_backend(model: str, backend: object) -> str | None:
-    """Return the name of a model, as a user gave it without a backend, at the backend that it was resolved to."""
+    """Return the name that a model has at the backend to which it was resolved; None if the address of the backend
+    names the model. ``model`` is the name as a user gave it without a backend."""
     provider, _, name = model.partition("/")
     if PROVIDERS.get(provider) == backend:
         return name

@@ -33,7 +33,7 @@ class Scheme:
 
     @property
     def is_service(self) -> bool:
-        """Return whether it has a fixed address and needs only a key."""
+        """Whether the backend has a fixed address and needs only a key."""
         return bool(self.key) and self.form == f"{self.name}://"
 
 

@@ -40,12 +40,12 @@ def with_document(fields: Mapping[str, object], column: str) -> Mapping[str, obj
 
 
 def filled(fields: Mapping[str, object], content: DocumentContent) -> tuple[dict[str, object], dict[str, Attachment]]:
-    """Return the fields with the document's text or marks of attachments, and the attachments by mark."""
+    """Return the fields with the text of the document or with marks of attachments, and the attachments by mark."""
     return {**fields, TEXT: content.text, PAGES: content.pages}, {part.mark: part for part in content.attached}
 
 
 def check_column(column: str, names: tuple[str, ...]) -> None:
-    """Raise SpecError if rows with these fields cannot have a document in that one."""
+    """Raise SpecError if rows with these fields cannot have a document in ``column``."""
     if column not in names:
         known = f"its fields: {listed(names)}"
         raise SpecError(f"document_column: the first input has no field {column!r} ({known}){meant(column, names)}")

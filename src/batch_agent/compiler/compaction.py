@@ -90,9 +90,9 @@ def history_tokens(messages: Sequence[Message]) -> int:
 
 
 def plan_cut(own: Sequence[Message], before: Cut, excess: int, *, told: bool) -> Cut:
-    """Return the cut that makes a history about ``excess`` tokens shorter than after the cut ``before``; its note is
-    written later. ``told``: a summary of the removed exchanges will be written, so they are removed first. Otherwise
-    old results are reduced first."""
+    """Return a cut after which the history is about ``excess`` tokens shorter than after the cut ``before``. Its note
+    is written later. ``told``: a summary of the removed exchanges will be written, so exchanges are removed first.
+    Otherwise old results are reduced first."""
     starts = [place for place, message in enumerate(own) if message.role == "assistant"]
     kept = [place for place in starts if place >= before.kept_from]
     if not kept:
@@ -126,7 +126,8 @@ def _reduce(
     reduced: dict[int, str],
     excess: int,
 ) -> int:
-    """Reduce results at these places to ``limit`` tokens until ``excess`` is saved. Returns the savings."""
+    """Reduce the results at these places to ``limit`` tokens each, until ``excess`` tokens are saved. Returns the
+    number of tokens saved."""
     saved = 0
     for place in places:
         if saved >= excess:
@@ -172,7 +173,7 @@ def _line(call: ToolCall, result: str) -> str:
 
 
 def shorten(text: str, most_tokens: int) -> str:
-    """Return about ``most_tokens`` of a longer text; shorter ones are unchanged."""
+    """Return a text of at most about ``most_tokens`` tokens; a short text is unchanged."""
     if estimate_tokens(text) <= most_tokens:
         return text
     if text.lstrip()[:1] in ("{", "["):
@@ -192,7 +193,7 @@ def _ends(text: str, most_tokens: int) -> str:
 
 
 def _shape_of(text: str) -> str | None:
-    """Return the data with long lists and texts cut, and marked as such; None if it is not JSON."""
+    """Return JSON text with long lists and texts cut and marked as cut; None if the text is not JSON."""
     try:
         value = from_json(text)
     except ValueError:
@@ -216,7 +217,7 @@ def _shape(value: JsonValue, depth: int) -> JsonValue:
 
 @dataclass(frozen=True, slots=True)
 class Stated:
-    """Counts in tokens; None for what is not stated."""
+    """Counts in tokens; None if the server did not state a count."""
 
     context: int | None = None
     prompt: int | None = None

@@ -30,7 +30,7 @@ _STEP = re.compile(r"\.(\w+)|\[([^]]+)\]")
 
 
 class Unfillable(InputError):
-    """The input is readable, but lacks a field that the task needs."""
+    """The input can be read, but lacks a field that the task needs."""
 
 
 def field_names(value: object) -> tuple[str, ...]:
@@ -121,7 +121,8 @@ def text_of(name: str, value: object) -> str:
 
 
 def own_id(fields: Mapping[str, object], column: str | None = None) -> str | None:
-    """Return the input's own id, from ``column`` or from ``id``, or None if it is neither text nor a whole number."""
+    """Return the input's own id, from ``column`` or from ``id``; None if there is none, or if it is neither text nor a
+    whole number."""
     own = fields.get(ID if column is None else column)
     if (isinstance(own, str) and own) or (isinstance(own, int) and not isinstance(own, bool)):
         return str(own)
@@ -129,7 +130,7 @@ def own_id(fields: Mapping[str, object], column: str | None = None) -> str | Non
 
 
 def listed(names: Iterable[object]) -> str:
-    """Return field names for a message."""
+    """Return field names as a list in words, for a message."""
     shown = [name for name in names if isinstance(name, str)]
     more = f", … ({len(shown)} in all)" if len(shown) > NAMES_SHOWN else ""
     return (", ".join(shown[:NAMES_SHOWN]) or "none") + more

@@ -26,7 +26,7 @@ OPEN, CLOSE = "\ue000", "\ue001"  # private-use characters that mark filled-in v
 
 
 class JinjaTemplate:
-    """A TaskTemplate. Its ``names`` are those it looks up from outside, ``row`` among them."""
+    """A TaskTemplate. ``names`` are the variables that the template does not define itself, ``row`` among them."""
 
     def __init__(self, task: str) -> None:
         self._task = task
@@ -59,7 +59,8 @@ class JinjaTemplate:
         return pieces if "".join(text for text, _ in pieces) == plain else [(plain, False)]
 
     def _data(self, fields: Mapping[str, object]) -> dict[str, object]:
-        """Return only the fields that the template uses: an unreadable field harms only templates that use it."""
+        """Return only the fields that the template uses. So an unreadable field is an error only in a template that
+        uses it."""
         data: dict[str, object] = {}
         if ROW in self.names:
             data[ROW] = {name: _plain(name, value) for name, value in fields.items()}
@@ -68,7 +69,8 @@ class JinjaTemplate:
 
 class _Environment(ImmutableSandboxedEnvironment):
     def getattr(self, obj: object, attribute: str) -> object:
-        """Return the row's own key before a method of its dict: ``{{ order.items }}`` is the order's items."""
+        """Return a key of the row before a method of ``dict``: ``{{ order.items }}`` is the field ``items`` of the
+        order."""
         if isinstance(obj, dict) and attribute in obj:
             return obj[attribute]
         return super().getattr(obj, attribute)

@@ -114,28 +114,30 @@ class Plan:
             self.warning = _unused(self.template, _own(self.spec, first), self.total, self.spec.id_column)
 
     def fit(self, context: int) -> None:
-        """Set the model's context, learnt after the plan was made. Rows that do not fit are cut as the spec says."""
+        """Set the model's context when it becomes known after the plan was made. Rows that do not fit are then cut as
+        the spec says."""
         self.sizing = replace(self.sizing, context=context)
 
     @property
     def prefix_tokens(self) -> int:
-        """Return the estimated tokens that all first requests share: system, tools, the task up to the first field."""
+        """Return the estimated number of tokens that all first requests share: system prompt, tools, and the task up to
+        its first field."""
         return self.shared_tokens + estimate_tokens(self.head)
 
     def shows(self, value: object) -> bool:
-        """Return whether an input has pictures, so that creating its job may read files."""
+        """Return whether an input has pictures. Creating its job may then read files."""
         if type(value) is dict and has_pictures(value):
             return True
         return bool(self.spec.images) or isinstance(value, Image) or self.reads(value)
 
     def reads(self, value: object) -> bool:
-        """Return whether an input has a document, which takes time to read."""
+        """Return whether an input has a document. Reading it takes time."""
         return _has_document(self.spec, value)
 
     def job(self, index: int, value: object, name: str | None = None) -> Job:
-        """Return one input as a job. ``name`` is its id in an earlier stage, or its own id made unique. Raises
-        InputError or Oversized, which concern only this input; also if ``check_first`` was not called and a field is
-        missing."""
+        """Return the job of one input. ``name`` is the row's id from an earlier stage, or its own id after it was made
+        unique. Raises InputError or Oversized, which concern only this input. Also raises InputError if a field is
+        missing that ``check_first`` would have reported."""
         if isinstance(value, UnreadableRow):
             raise InputError(value.message)
         template = self.template
@@ -175,7 +177,8 @@ class Plan:
         return replace(job, parts=tuple(parts))
 
     def _template_of(self, value: object) -> TaskTemplate:
-        """Return the template, parsed with a row that another stage made. Raises InputError."""
+        """Return the template. If it was not parsed yet, it is parsed with this row, which another stage made. Raises
+        InputError."""
         try:
             self.check_first(value)
         except SpecError as error:
@@ -184,8 +187,8 @@ class Plan:
         return self.template
 
     def _seen(self, value: object) -> tuple[object, Mapping[str, object], Pictures]:
-        """Return the input, with the text of its document if it has one; its fields, with a mark in place of each
-        attachment; and the attachments."""
+        """Return three values: the input, with the text of its document if it has one; its fields, with a mark in place
+        of each attachment; and the attachments by mark."""
         fields = fields_of(value)
         attached: Mapping[str, Attachment] = NO_PICTURES
         if self.spec.document_column is not None:
@@ -199,8 +202,8 @@ class Plan:
         return value, fields, {**attached, **pictures}
 
     def merging(self, job: Job, answers: Sequence[str]) -> list[Job]:
-        """Return the jobs that merge the answers to a job's parts: one message with all of them, or several messages if
-        they do not fit, whose answers are merged in turn."""
+        """Return the jobs that merge the answers to the parts of a job: one job with all answers; or, if these do not
+        fit, several jobs, whose answers are merged in turn."""
         template = self.template
         assert isinstance(template, Template)
         texts = _texts(template, self._seen(job.input)[1])
@@ -220,13 +223,14 @@ class Plan:
         return self.shared_tokens + estimate_tokens(prompt)
 
     def question(self, job: Job) -> str:
-        """Return the job's prompt without hoisting, so that equal questions of other runs compare equal."""
+        """Return the job's prompt as it reads without hoisting, so that it can be compared with prompts of other
+        runs."""
         if self.spec.worker is not None:
             return _whole_row(job.input, job.images, self._named_by(job.own_id))
         return job.prompt if self.unhoisted is None else self.asks(job.input)[1]
 
     def asks(self, value: object) -> tuple[str | None, str]:
-        """Return an input's own id and its question, for comparison. Raises InputError."""
+        """Return an input's own id (or None) and its question, to compare it with recorded rows. Raises InputError."""
         template = self.unhoisted or self.template
         if isinstance(value, UnreadableRow) or template is None:
             raise InputError("this input asks nothing")
@@ -243,11 +247,11 @@ class Plan:
         return name, with_pictures(template.render(fields), images)
 
     def _named_by(self, own: str | None) -> str | None:
-        """Return the field with the id of a row; None for a row without one."""
+        """Return the name of the field that has the row's id; None if the row has no id."""
         return None if own is None else self.spec.id_column or ID
 
     def describe(self, sample: Sequence[object]) -> Description:
-        """Return the plan for display; ``sample`` is the first inputs to render."""
+        """Return the plan for display, with the prompts of the first inputs, which are given in ``sample``."""
         prompts: list[str] = []
         pieces: Sequence[Piece] = ()
         unusable: list[str] = []
@@ -285,8 +289,8 @@ def compile_plan(
     read: Read = _unread,
     examples: str = "",
 ) -> Plan:
-    """Compile the spec. ``inject_schema``: the prompt has the schema; ``look`` and ``read`` read files. ``examples`` go
-    to the end of the system prompt."""
+    """Compile the spec. ``inject_schema``: the schema is written into the prompt. ``look`` reads pictures, ``read``
+    reads documents. ``examples`` are added at the end of the system prompt."""
     inputs = _checked_inputs(spec.inputs)
     system = _join(_system_text(spec, schema if inject_schema else None), examples)
     for name, text in (("system_prompt", spec.system_prompt), ("task", spec.task)):
@@ -354,8 +358,8 @@ def _checked_inputs(inputs: object) -> Iterable[object] | AsyncIterable[object]:
 
 
 def _whole_row(value: object, images: Iterable[str], named_by: str | None) -> str:
-    """Return all fields of a worker's row as text, which identifies it: the worker may read any of them. The id of a
-    row, in the field ``named_by``, is a part of its key of its own."""
+    """Return all fields of a row as one text, which identifies the row: a worker may read any field. The id, in the
+    field ``named_by``, is left out because it is a separate part of the row's key."""
     if named_by is not None and type(value) is dict:
         value = {name: field for name, field in value.items() if name != named_by}
     return "\n".join([to_json(value, fallback=str, inf_nan_mode="constants").decode(), *sorted(images)])
@@ -370,7 +374,7 @@ def _affinity(name: str, fields: Mapping[str, object]) -> str:
 
 
 def _without(texts: Mapping[str, str], images: Pictures) -> dict[str, str]:
-    """Return the texts without the marks of pictures, which a row has in their original form."""
+    """Return the texts of the fields without the marks that stand for pictures."""
     return {name: text for name, text in texts.items() if not any(mark in text for mark in images)}
 
 
@@ -383,7 +387,8 @@ def _fill(template: Template, texts: Mapping[str, str]) -> str:
 
 
 def _parse(spec: BatchSpec, first: object) -> TaskTemplate:
-    """Parse the task with the first input. If that input is unreadable, it fails as its own row later."""
+    """Parse the task with the first input. If that input is unreadable, the task is parsed without it; the input fails
+    later as a row."""
     try:
         names = field_names(first)
     except InputError as error:
@@ -417,7 +422,7 @@ def _has_document(spec: BatchSpec, row: object) -> bool:
 
 
 def _own(spec: BatchSpec, first: object) -> Collection[str]:
-    """Fields that a task should name. What is attached is sent in any case."""
+    """Return the fields that the task should name. Attachments are not among them: they are sent in any case."""
     if spec.documents != "text" and _has_document(spec, first):
         return ()
     return [name for name in field_names(first) if name not in spec.images]
@@ -434,7 +439,8 @@ def _jinja(task: str) -> TaskTemplate:
 
 
 def _unused(template: TaskTemplate, fields: Collection[str], total: int | None, id_column: str | None) -> str | None:
-    """Return a warning if the task uses no field except the id: all rows would ask the same question."""
+    """Return a warning if the task uses no field, or only the id: all rows would ask the same question. None
+    otherwise."""
     own = [name for name in fields if name != (id_column or ID)]
     if template.names or not own or total == 1:
         return None
@@ -457,7 +463,7 @@ def tool_tokens(tool: ToolSpec) -> int:
 
 
 def tool_text(tool: ToolSpec) -> str:
-    """Return a text about as long as the model's description of the tool."""
+    """Return a text that is about as long as the description of the tool in a prompt."""
     return tool.name + tool.description + to_json(tool.parameters).decode()
 
 
@@ -512,7 +518,7 @@ class Sizing:
 
     @property
     def room(self) -> int:
-        """Return the token limit of a request that is made to fit, shared part included."""
+        """The token limit of a request that was made to fit, with the part that all rows share."""
         context = self.context or 0
         answer = max(self.least, min(self.max_tokens or 0, context // 2))
         return int((context - answer) * (CAREFUL_WITH_TOOLS if self.tools else CAREFUL))
@@ -530,8 +536,9 @@ class Sizing:
             )
 
     def cut(self, names: Sequence[str], texts: Mapping[str, str], tokens: int) -> list[dict[str, str]]:
-        """Return the texts of the fields for each request that replaces one of ``tokens`` tokens; ``names`` are
-        repeated as often as they occur in the task. Raises Oversized if cutting the longest field is not enough."""
+        """Return the fields of each request that replaces one request of ``tokens`` tokens. ``names`` are the names of
+        the fields, each as often as it occurs in the task. Raises Oversized if cutting the longest field is not
+        enough."""
         if not names:
             self.check(tokens)
         name = longest(names, texts)
@@ -550,7 +557,7 @@ class Sizing:
 
 
 def longest(names: Sequence[str], texts: Mapping[str, str]) -> str:
-    """Return the field that takes the most room in the task."""
+    """Return the name of the field that takes the most tokens in the task."""
     return max(texts, key=lambda name: estimate_tokens(texts[name]) * names.count(name))
 
 
@@ -559,7 +566,7 @@ def longest(names: Sequence[str], texts: Mapping[str, str]) -> str:
 # passage across a border is complete in one of them. The pieces have about the same length, because a batch waits for
 # its longest piece.
 def split(text: str, most_tokens: int) -> list[str]:
-    """Return pieces of at most ``most_tokens`` estimated tokens; the text itself if it is short enough."""
+    """Return pieces of at most ``most_tokens`` estimated tokens each; a short text is one piece."""
     most = most_tokens * BYTES_PER_TOKEN
     if most < 8:
         raise ValueError("a piece has at least a few tokens")
@@ -601,7 +608,8 @@ def _border(data: bytes, start: int, most: int) -> int:
 
 
 def _overlapping(data: bytes, start: int, end: int, overlap: int) -> int:
-    """Return the start of the next piece: the first line or word within ``overlap`` of this one's end."""
+    """Return the start of the next piece: the first line or word that begins within the last ``overlap`` bytes of this
+    piece."""
     earliest = _between_characters(data, max(start + 1, end - overlap))
     for border in (b"\n", b" "):
         found = data.find(border, earliest, end)
@@ -622,7 +630,7 @@ def merge_prompt(task: str, answers: Sequence[str]) -> str:
 
 
 def groups(answers: Sequence[str], room: int) -> list[Sequence[str]]:
-    """Return the groups of answers that fit into ``room`` tokens each."""
+    """Divide the answers into groups of at most ``room`` tokens each, and return the groups."""
     grouped: list[list[str]] = []
     used = 0
     for answer in answers:

@@ -34,7 +34,7 @@ NOT_TEXT = re.compile(r"image|audio|realtime|transcri|tts|embed|moderation|whisp
 
 
 class _Priced(Protocol):
-    """What is used of a model in the table."""
+    """The attributes of a model in the table that are used here."""
 
     id: str
 
@@ -54,7 +54,7 @@ class TokenPrices:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Either ``tiers`` of token prices, most expensive last, or ``per_second`` for servers paid by time."""
+    """Either ``tiers`` of token prices, the dearest last, or ``per_second`` for servers that are paid by time."""
 
     source: str  # origin of the prices, for display
     tiers: tuple[TokenPrices, ...] = ()
@@ -68,7 +68,7 @@ class Prices:
         return Prices(f"{factor:g} x {self.source}", tiers, self.per_second)
 
     def cost(self, usage: Usage) -> float:
-        """Return the $ of one call's tokens; the size of its prompt decides the tier."""
+        """Return the cost of one call's tokens in $. The size of the prompt decides the tier."""
         rates = None
         for tier in self.tiers:
             if rates is None or usage.prompt_tokens > tier.above:
@@ -80,8 +80,8 @@ class Prices:
         return (prompt + usage.completion_tokens * rates.output) / MILLION
 
     def most(self, usage: Usage) -> float:
-        """Return the most that a call with these tokens can cost: the whole prompt at its dearest price, which may be
-        that of writing to a cache, in the dearest tier that a prompt of up to this size can be in."""
+        """Return the highest possible cost of a call with these tokens, in $: the whole prompt at its dearest price,
+        which may be that of a cache write, in the dearest tier for prompts up to this size."""
         dearest = 0.0
         for place, tier in enumerate(self.tiers):
             if place == 0 or usage.prompt_tokens > tier.above:
@@ -132,8 +132,8 @@ def _from_table(model: str, backend: str) -> Prices | None:
 
 
 def priced_models() -> Iterator[tuple[str, str, Prices]]:
-    """Provider, model and prices of all models for text in the table, at the providers that have a scheme here; none
-    where the table is not installed."""
+    """Yield provider, model and prices of each text model in the table whose provider has a scheme here. Yields nothing
+    if the table is not installed."""
     try:
         from genai_prices.data_snapshot import get_snapshot
     except ImportError:

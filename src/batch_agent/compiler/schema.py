@@ -102,13 +102,13 @@ class OutputSchema(ABC, Generic[T_co]):
         return _guarded(self._from_python, value)
 
     def read_written(self, text: str | bytes) -> T_co:
-        """Return the value of JSON that ``to_plain`` wrote: fields have their own names there, not their aliases.
-        Raises NotJSON or Invalid."""
+        """Return the value of JSON that ``to_plain`` wrote: its fields have their own names, not their aliases. Raises
+        NotJSON or Invalid."""
         return _guarded(self._from_written, text.encode() if isinstance(text, str) else text)
 
     def read_back(self, text: str | bytes) -> T_co:
-        """Return the same value of which ``to_plain`` wrote the text. Raises Invalid if the schema rejects its own
-        output, or makes another value of it."""
+        """Return the value from which ``to_plain`` wrote this text. Raises Invalid if the schema rejects its own
+        output, or if it reads another value from it."""
         if self.reads_back:
             return self.validate_json(text)
         try:
@@ -120,18 +120,18 @@ class OutputSchema(ABC, Generic[T_co]):
         return value
 
     def is_written_as(self, value: object, plain: object) -> bool:
-        """Return whether ``to_plain`` writes a value so. Raises Invalid."""
+        """Return whether ``to_plain`` writes ``value`` as ``plain``. Raises Invalid."""
         with boundary(lambda raised: Invalid(f"the output cannot be written as JSON: {raised}"), OutputError):
             return to_json(self.to_plain(value)) == to_json(plain)
 
     @property
     def reads_back(self) -> bool:
-        """Return whether a value that was written is certainly the same when it is read again."""
+        """Return whether every written value is certain to be the same after it is read again."""
         return True
 
     @property
     def written_schema(self) -> JsonObject:
-        """The JSON schema with the names of fields that ``to_plain`` writes. A model may know them by other names."""
+        """The JSON schema of what ``to_plain`` writes: with the fields' own names instead of their aliases."""
         return self.json_schema
 
     @abstractmethod
@@ -211,7 +211,8 @@ class _JsonSchema(OutputSchema[object]):
 
 
 class _ShortSchema(_JsonSchema):
-    """A schema in its short form. The model is asked for no other fields, and those that it writes are ignored."""
+    """A schema in its short form. Its fields are all that the model is asked for; other fields in an answer are
+    ignored."""
 
     def __init__(self, given: Mapping[object, object]) -> None:
         super().__init__(cast("Mapping[object, object]", written_out(cast(JsonObject, given))))
@@ -254,7 +255,7 @@ def _is_short_form(value: Mapping[object, object]) -> bool:
 
 
 def written_out(fields: JsonObject) -> JsonObject:
-    """Return the JSON schema of a short form. Raises SpecError."""
+    """Return the full JSON schema of a short form. Raises SpecError."""
     if not fields:
         raise SpecError('names no field; give fields as {"label": "a|b|c"}')
     properties: JsonObject = {name: _field(name, value) for name, value in fields.items()}
@@ -284,7 +285,8 @@ def _field(name: str, value: JsonValue) -> JsonObject:
 
 
 def _check_types(schema: JsonValue, where: str) -> None:
-    """Raise ValueError for a ``type`` that JSON schemas do not have. It names the place, the nearest type and all."""
+    """Raise ValueError for a ``type`` that does not exist in JSON schema. The message names its place, the nearest
+    type, and all types."""
     if isinstance(schema, list):
         for item in schema:
             _check_types(item, where)
@@ -316,8 +318,8 @@ def no_retrieval(uri: str) -> NoReturn:
 
 
 def _reads_back(node: object) -> bool:
-    """Return whether no part of a schema of pydantic runs the user's code, or writes fields in another way than it
-    reads them."""
+    """Return whether no part of a pydantic schema runs the user's code, or writes a field in another form than it
+    reads."""
     if isinstance(node, Mapping):
         if str(node.get("type", "")).startswith("function") or node.get("init") is False:
             return False
@@ -383,8 +385,8 @@ def _unusable(error: BaseException) -> str:
 
 
 def modern_typed_dicts(kind: object) -> object:
-    """Return the schema with each ``typing.TypedDict`` in it rebuilt with ``typing_extensions``. Before Python 3.12 the
-    first kind lacks data that pydantic needs, and pydantic refuses it. Both are dicts at run time."""
+    """Return the schema with each ``typing.TypedDict`` in it rebuilt with ``typing_extensions``: before Python 3.12,
+    ``typing.TypedDict`` lacks data that pydantic needs, and pydantic refuses it. At run time, both are dicts."""
     if sys.version_info >= (3, 12):
         return kind
     if isinstance(kind, type) and typing.is_typeddict(kind):

@@ -24,7 +24,7 @@ LONG_TOKENS = 300  # below this the reference costs more than it saves
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A value that all rows share: the first row's, and its text."""
+    """A value that all rows share: as it is in the first row, and as text."""
 
     value: object
     text: str
@@ -37,11 +37,9 @@ class Constant:
 
 
 def constants_of(rows: Sequence[object], names: Sequence[str]) -> dict[str, Constant]:
-    """Return the named fields whose text is the same in all rows that have one.
-
-    A single row shares nothing, so it has none. A row or a field that cannot be rendered fails as its own result and
-    does not count. A field is not read again after its first difference.
-    """
+    """Return the named fields whose text is the same in all rows that have the field; {} for a single row. A row or a
+    field that cannot be rendered is ignored here and fails as its own result. After its first difference, a field is
+    not read again."""
     if len(rows) < 2:
         return {}
     seen: dict[str, Constant] = {}
@@ -65,7 +63,8 @@ def _compare(fields: Mapping[str, object], undecided: list[str], seen: dict[str,
 
 
 def check_same(hoisted: Mapping[str, Constant], fields: Mapping[str, object]) -> None:
-    """Raise InputError for a row whose values differ from the hoisted ones: it would be sent with wrong values."""
+    """Raise InputError for a row whose values differ from the hoisted ones: it would be sent with the values of other
+    rows."""
     for name, constant in hoisted.items():
         if not constant.is_that_of(name, value_of(fields, name)):
             raise InputError(

@@ -49,7 +49,7 @@ class TaskTemplate(Protocol):
         """Return one row's message. Raises InputError."""
 
     def pieces(self, fields: Mapping[str, object]) -> Sequence[Piece]:
-        """Return the same in pieces, with filled-in values marked."""
+        """Return the message of one row in pieces, of which the filled-in values are marked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class Template:
 
 
 def _partners(text: str) -> Partners:
-    """Return the position of each brace, in order, with the position of its partner, if any."""
+    """Return the position of each brace, in order, with the position of its partner; None if it has none."""
     partners: Partners = {}
     open_at: list[int] = []
     for match in _BRACE.finditer(text):
@@ -137,7 +137,8 @@ def _partners(text: str) -> Partners:
 
 
 def _doubled(text: str, partners: Partners) -> tuple[set[int], set[int]]:
-    """Return the braces that stand for a literal brace, and those that only double one and are dropped."""
+    """Return two sets of positions: of braces that stand for a literal brace, and of braces that only double another
+    one and are dropped."""
     kept: set[int] = set()
     dropped: set[int] = set()
     for at, partner in partners.items():
@@ -155,7 +156,8 @@ def _doubled(text: str, partners: Partners) -> tuple[set[int], set[int]]:
 
 
 def _refuse_doubled_fields(text: str, partners: Partners, kept: set[int], fields: Collection[str]) -> None:
-    """Refuse ``{{ text }}``, a field in other languages; ``{{{{text}}}}`` is an escape."""
+    """Raise SpecError for ``{{ text }}`` if ``text`` is a field: in other template languages this is a field.
+    ``{{{{text}}}}`` writes it literally."""
     for at in sorted(kept):
         close = partners[at]
         if close is None or text[at] != "{" or text[at - 1 : at] == "{":
@@ -172,7 +174,7 @@ def _refuse_doubled_fields(text: str, partners: Partners, kept: set[int], fields
 
 
 def _refuse_unclosed(text: str, lone: Collection[int], fields: Collection[str]) -> None:
-    """Refuse ``{text`` without a closing brace; the row's value would not be sent."""
+    """Raise SpecError for ``{text`` without a closing brace: the value of the row would not be sent."""
     names = sorted(filter(None, fields), key=len, reverse=True)
     for at in sorted(lone):
         name = next((name for name in names if text[at] == "{" and _begins_with(text[at + 1 :], name)), None)
@@ -188,7 +190,7 @@ def _begins_with(text: str, name: str) -> bool:
 
 
 def _refuse_half_doubled(text: str, at: int, close: int, lone: Collection[int]) -> None:
-    """Refuse ``{{text}`` and ``{text}}``, where one brace has no partner."""
+    """Raise SpecError for ``{{text}`` and ``{text}}``, in which one brace has no partner."""
     if at - 1 in lone or close + 1 in lone:
         written = text[at - (at - 1 in lone) : close + 1 + (close + 1 in lone)]
         raise SpecError(f"task has {written}: write {text[at : close + 1]} to fill in the field")
@@ -213,7 +215,7 @@ def _is_field(name: str, fields: Collection[str]) -> bool:
 
 
 def _nearest(name: str, fields: Collection[str], cutoff: float) -> str:
-    """Return the field with the same letters and digits, else one with mostly the same letters."""
+    """Return the field with the same letters and digits; else a field with mostly the same letters; else ""."""
     plain = {_plain(field): field for field in fields}
     if (same := plain.get(_plain(name))) is not None and _plain(name):
         return same

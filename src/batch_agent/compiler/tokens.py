@@ -13,7 +13,8 @@ BYTES_PER_TOKEN = 4
 
 
 def size_bytes(text: str) -> int:
-    """Return the bytes. Raises UnicodeEncodeError for text that cannot be sent: half of a surrogate pair."""
+    """Return the size in UTF-8 bytes. Raises UnicodeEncodeError for text that cannot be sent because it contains half
+    of a surrogate pair."""
     return len(text) if text.isascii() else len(text.encode())
 
 

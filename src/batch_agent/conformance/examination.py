@@ -21,7 +21,8 @@ QUESTION_SECONDS, TOTAL_SECONDS = 60.0, 900.0
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """``prompt_tokens`` and ``answer_tokens`` are upper limits for all of its requests, of a usual server."""
+    """A question. ``prompt_tokens`` and ``answer_tokens`` are upper limits of what all of its requests use at a usual
+    server."""
 
     id: str
     group: str
@@ -118,7 +119,7 @@ async def examine(
     total_seconds: float = TOTAL_SECONDS,
     paid: bool = False,
 ) -> Report:
-    """Ask an entered backend all questions, in turn. With ``paid`` no prompt as long as a context is sent."""
+    """Ask an entered backend all questions, in turn. ``paid``: no prompt that fills the context is sent."""
     subject = Subject(backend, model, wording)
     began = time.perf_counter()
     await identify(subject)
@@ -156,7 +157,8 @@ async def examine(
 
 
 async def _asked(subject: Subject, question: Check, seconds: float) -> Finding:
-    """Return the finding of one question. A refusal that the question does not expect means that it is missing."""
+    """Return the finding of one question. If the server refuses a request and the question does not expect that, the
+    feature is missing."""
     subject.question = question.id
     try:
         async with asyncio.timeout(seconds):

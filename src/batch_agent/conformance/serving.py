@@ -96,7 +96,8 @@ async def at_once(s: Subject) -> Finding:
 
 
 def judge_at_once(one: float, together: float, advice: str) -> Finding:
-    """Return what the seconds of one answer and of ``AT_ONCE`` requests sent together show."""
+    """Return a finding from two measured times: ``one`` is the seconds of a single answer, ``together`` those of
+    ``AT_ONCE`` requests sent together."""
     ratio = together / max(one, 1e-6)
     note = f"{AT_ONCE} requests took {ratio:.1f} times as long as one"
     if ratio < AT_ONCE / 2:
@@ -107,7 +108,8 @@ def judge_at_once(one: float, together: float, advice: str) -> Finding:
 
 
 async def abort(s: Subject) -> Finding:
-    """A cancelled request must free its slot: otherwise time limits and hedges fill the server."""
+    """Return whether a cancelled request frees its slot at the server. If not, time limits and hedges fill the
+    server."""
     _, before = await s.timed(STORY, max_tokens=8)
     idle = await _running(s)
     begun = asyncio.Event()
@@ -149,7 +151,8 @@ async def time_limit(s: Subject) -> Finding:
 
 
 async def _reading(s: Subject, wanted: Callable[[int], bool]) -> int | None:
-    """Return the running requests once they are as wanted; None if that does not happen soon. Loads lag behind."""
+    """Return the number of running requests once it is as wanted; None if that does not happen soon. The load that
+    servers report lags behind."""
     for _ in range(READINGS):
         running = await _running(s)
         if running is not None and wanted(running):
@@ -164,7 +167,7 @@ async def _running(s: Subject) -> int | None:
 
 
 async def _load(s: Subject) -> Load | None:
-    """Return the load; None for a server without that page."""
+    """Return the load of the server; None if it has no page with it."""
     if not s.backend.capabilities.reports_load:
         return None
     try:
@@ -174,7 +177,7 @@ async def _load(s: Subject) -> Load | None:
 
 
 async def _either(begun: asyncio.Event, asking: asyncio.Task[object]) -> None:
-    """Return when the answer has begun, or has ended."""
+    """Wait until the answer has begun or has ended."""
     waiting = asyncio.create_task(begun.wait())
     try:
         await asyncio.wait([waiting, asking], return_when=asyncio.FIRST_COMPLETED)

@@ -95,7 +95,7 @@ CLOCK = ToolSpec(
 
 @dataclass(frozen=True, slots=True)
 class RawAnswer:
-    """A response as it was on the wire. ``events`` and their arrival times are those of a stream."""
+    """A response as it was received. ``events`` are the events of a stream, with their arrival times."""
 
     headers: Mapping[str, str]
     document: JsonObject
@@ -114,11 +114,11 @@ class RawAnswer:
 
 
 class NotChat(Exception):
-    """The question needs the wire of ``/chat/completions``, which the backend does not use."""
+    """Raised if a question needs the wire of ``/chat/completions`` and the backend uses another one."""
 
 
 class Subject:
-    """``engine`` is the kind of server: vllm, sglang, llamacpp, ollama, or "" if it is unknown."""
+    """The server. ``engine`` is its kind: vllm, sglang, llamacpp, ollama, or "" if it is unknown."""
 
     def __init__(self, backend: Backend, model: str, wording: Wording | None = None) -> None:
         self.backend = backend
@@ -143,8 +143,8 @@ class Subject:
         shape: RequestShape | None = None,
         **options: object,
     ) -> Reply:
-        """Return the model's answer. One that reached the token limit has the finish reason ``length``; other failures
-        are BackendErrors."""
+        """Return the model's answer. An answer that reached the token limit has the finish reason ``length``; every
+        other failure raises a BackendError."""
         request = self.request(prompt, shape or self.shape(**options))
         request.on_begin = on_begin
         listener = on_tool_call or ((lambda call: None) if streamed else None)
@@ -157,7 +157,7 @@ class Subject:
         return reply
 
     async def timed(self, prompt: str, **options: object) -> tuple[Reply, float]:
-        """Return the answer, and its seconds."""
+        """Return the answer, and how many seconds it took."""
         began = time.perf_counter()
         return await self.hear(prompt, shape=self.shape(**options)), time.perf_counter() - began
 
@@ -170,7 +170,7 @@ class Subject:
         return ModelRequest(shape, Conversation(messages), f"doctor-{self.question}")
 
     def shape(self, **options: object) -> RequestShape:
-        """Return a shape with a small answer. A model that refuses a temperature gets none."""
+        """Return a request shape for a short answer. It sets no temperature if the model refuses one."""
         given: dict[str, object] = {"max_tokens": ANSWER_TOKENS, "temperature": 0.0, "model": self.model, **options}
         shape = RequestShape(**given)  # type: ignore[arg-type]
         try:
@@ -214,8 +214,8 @@ class Subject:
         headers: Mapping[str, str] | None = None,
         **options: object,
     ) -> RawAnswer:
-        """Send the body that the backend would send, with ``changes``, and return the response unread. Raises NotChat
-        if the backend has another wire."""
+        """Send the body that the backend would send, with ``changes``, and return the response as it was received.
+        Raises NotChat if the backend has another wire."""
         if not isinstance(self.backend, HttpBackend) or not self.is_chat:
             raise NotChat
         request = self.request(prompt, self.shape(**options))
@@ -286,7 +286,7 @@ def _count(document: JsonObject, name: str) -> int:
 
 
 def flag(subject: Subject, name: str) -> str:
-    """Return the flag of this engine, or ""."""
+    """Return the command-line flag of this engine for a setting; "" if it has none."""
     return FLAGS.get(subject.engine, {}).get(name, "")
 
 

@@ -171,7 +171,8 @@ class _Body:
         (self._lines if self._cell is None else self._cell).append(text)
 
     def _page(self) -> str:
-        """Return the current page and start another; "" if the page has no text, because Word writes a break twice."""
+        """Return the text of the current page and start another page; "" if the page is empty, because Word writes each
+        page break twice."""
         if self._cell is not None or self._cells:
             return ""  # a table row across two pages is not split
         self._end_line()

@@ -31,15 +31,15 @@ HEAD = "Examples of messages with their right answers:"
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """``pairs`` are rows with their answers, as plain data; ``text`` shows them in the system prompt. ``rows`` says
-    which rows have the same content."""
+    """The examples of a run. ``pairs`` are rows with their answers, as plain data; ``text`` shows them in the system
+    prompt. ``rows`` finds rows that have the same content as an example."""
 
     pairs: Sequence[tuple[JsonObject, JsonValue]]
     text: str
     rows: ExampleRows
 
     def facts(self) -> JsonObject:
-        """Return what the record says of the examples."""
+        """Return the description of the examples for the record."""
         rows: list[JsonValue] = [{INPUT: {**row}, OUTPUT: answer} for row, answer in self.pairs]
         return {"fields": [*self.rows.fields], "rows": rows}
 
@@ -106,8 +106,8 @@ def _is_result(row: Mapping[str, object]) -> bool:
 def _answer_of(
     row: Mapping[str, object], used: set[str], schema: OutputSchema[object] | None, path: Path, number: int
 ) -> tuple[object, set[str]]:
-    """Return the answer in the columns of a row, and these columns. The column of a field has its name, or
-    ``output.NAME``."""
+    """Return the answer that columns of a row contain, and the names of these columns. The column of a field has the
+    field's name, or ``output.NAME``."""
     shape = None if schema is None else schema.json_schema
     names = fields_in(shape) or [OUTPUT]
     answer: dict[str, object] = {}

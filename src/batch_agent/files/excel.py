@@ -32,7 +32,7 @@ UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]"
 
 
 def open_excel(path: Path, plain: Callable[[object], object]) -> Reading:
-    """Return the rows of the first sheet. ``plain`` returns a cell as a value of JSON."""
+    """Return the rows of the first sheet. ``plain`` converts a cell to a JSON value."""
     openpyxl = extra("openpyxl", f"reading {path}")
     try:
         book = openpyxl.load_workbook(path, read_only=True, data_only=True)
@@ -88,7 +88,7 @@ def check_excel(path: Path) -> None:
 
 
 def write_excel(rows: Iterable[Sequence[object]], columns: Sequence[str], stream: IO[bytes]) -> None:
-    """Write a sheet. Raises OSError if it holds too few rows or columns."""
+    """Write a sheet. Raises OSError if the results have more rows or columns than a sheet can hold."""
     openpyxl: Any = extra("openpyxl", "writing Excel files")
     if len(columns) > MOST_COLUMNS:
         raise OSError(

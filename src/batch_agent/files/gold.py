@@ -38,7 +38,7 @@ logger = logging.getLogger("batch_agent")
 
 @dataclass(frozen=True, slots=True)
 class GoldRows:
-    """Gold that people gave in the review of a run: values by field, by the id of a row."""
+    """Gold that people gave in the review of a run: the values of the fields, by the id of a row."""
 
     name: str  # of the run
     values: Mapping[str, Mapping[str, JsonValue]]
@@ -79,9 +79,11 @@ class TakenGold:
 
 
 class WholeRows:
-    """The rows as they were given, by the rows that the run gets. A record that was made before a column was taken out
-    knows the rows with it: they keep their keys, so that nothing is asked again. Of rows that are read as they are
-    needed, only the latest are kept."""
+    """Finds the rows as the user gave them, for the rows without gold that the run gets.
+
+    A record from before a gold column was taken out has keys of the whole rows. Rows keep these keys, so that nothing
+    is asked again. Of rows that are read as they are needed, only the latest are kept.
+    """
 
     def __init__(self) -> None:
         self._lists: tuple[Sequence[object], Sequence[object]] | None = None
@@ -98,14 +100,14 @@ class WholeRows:
             del self._latest[next(iter(self._latest))]
 
     def of(self, bare: object, index: int) -> object:
-        """Return the row as it was given; the same if nothing was taken out of it."""
+        """Return the row as it was given. It is ``bare`` itself if nothing was taken out of it."""
         if self._lists is not None:
             known, whole = self._lists
             return whole[index] if index < len(known) and known[index] is bare else bare
         return bare if self._latest is None else self._latest.get(id(bare), (bare, bare))[1]
 
     def forget(self) -> None:
-        """No record knows them."""
+        """Stop keeping rows: no record has keys of whole rows."""
         self._lists = self._latest = None
 
 
@@ -121,13 +123,13 @@ def in_keys(taken: Iterable[str], recorded: JsonObject) -> list[str]:
 
 
 def was_seen(facts: JsonObject) -> bool:
-    """Return whether recorded answers were made when the agents saw the gold."""
+    """Return whether agents saw the gold when the recorded answers were made."""
     gold = facts.get(GOLD_FACT)
     return isinstance(gold, dict) and gold.get(SEEN) is True
 
 
 def is_gold_file(given: object) -> bool:
-    """Return whether ``gold`` has the ids of its rows, as a file has, and is not a column."""
+    """Return whether ``gold`` is a file, which has the ids of its rows, and not a column."""
     return isinstance(given, Path | GoldRows) or (isinstance(given, str) and format_of(Path(given))[0] in KNOWN)
 
 
@@ -195,15 +197,15 @@ def checked_gold(
     columns: Sequence[str] = (),
     seen: Sequence[str] | None = None,
 ) -> Gold:
-    """Return the fields with gold, which check values by the schema. ``known``: False if the schema is not known;
-    ``seen`` are then the fields that the answers have, if these are there."""
+    """Return the fields with gold, which check values by the schema. ``known``: False if the schema is unknown;
+    ``seen`` are then the fields of the answers, if there are answers."""
     shape = None if schema is None else schema.written_schema
     gold = gold_of(cast("str | Mapping[str, str]", given), shape, known=known, columns=columns, seen=seen)
     return Gold([_with_check(each) for each in gold.fields.values()], gold.columns)
 
 
 def _with_check(each: GoldField) -> GoldField:
-    """Return a field that refuses the values that its schema refuses, beyond those of its type."""
+    """Return the field with a check by its schema added, which may refuse more values than its type does."""
     bounds = set(each.schema) - {"type", "title", "description", "enum", "const", "default", "$defs", "definitions"}
     if not bounds:
         return each
@@ -223,8 +225,9 @@ def take_gold(
     known: bool = True,
     by_name: bool = False,
 ) -> TakenGold:
-    """Return the gold of these inputs. ``options`` are those of the run. Raises SpecError for a column that is missing,
-    values that are not allowed, an id twice, a gold file that no row joins, and an option that names a gold column."""
+    """Return the gold of these inputs. ``options`` are those of the run. Raises SpecError for a missing column, for
+    values that are not allowed, for an id that occurs twice, for a gold file that matches no row, and for an option
+    that names a gold column."""
     id_column = cast("str | None", options.get("id_column"))
     how = score_options(options)
     if is_gold_file(given):
@@ -248,7 +251,7 @@ def take_gold(
 
 
 class _Joiner:
-    """Takes the gold of rows. ``join`` returns a row as the run gets it."""
+    """Adds the gold of rows to a table. ``join`` returns a row as the run gets it."""
 
     gold: Gold
 
@@ -262,7 +265,7 @@ class _Joiner:
         self.whole = WholeRows()
 
     def taken_from(self, inputs: object) -> object:
-        """Return the inputs without the gold. All are read first if they can be read again."""
+        """Return the inputs without the gold. Inputs that can be read again are read and checked first."""
         if isinstance(inputs, list | tuple):
             rows = [self.join(index, value) for index, value in enumerate(inputs)]
             self.finish(checks=True)
@@ -329,7 +332,8 @@ class _Joiner:
         raise NotImplementedError
 
     def finish(self, *, checks: bool) -> None:
-        """Called after the last row. Raises SpecError if the gold cannot be used. ``checks``: nothing was sent yet."""
+        """Check the gold after the last row. Raises SpecError if it cannot be used. ``checks``: nothing was sent
+        yet."""
         if self._problems:
             raise SpecError(f"gold: {named_problems(iter(self._problems))}")
 
@@ -341,7 +345,7 @@ class _Joiner:
         self.table.add(name, index, values)
 
     def _at_once(self) -> None:
-        """Raise what is wrong with a row of an iterator, of which earlier rows have been sent."""
+        """Raise the error of a row of an iterator at once: earlier rows were sent already."""
         if self._problems:
             self.finish(checks=False)
 
@@ -377,7 +381,7 @@ class _ColumnJoiner(_Joiner):
         return True
 
     def bare(self, value: object) -> object:
-        """Return a row without its gold. A row that is not a dict becomes one, if it has gold."""
+        """Return a row without its gold. A row with gold that is not a dict is returned as a dict."""
         if type(value) is dict and self._one in value:  # the usual case
             row = value.copy()
             for column in self._columns:
@@ -457,7 +461,7 @@ class _FileJoiner(_Joiner):
 
 
 def file_of(given: GivenGold) -> Path | GoldRows:
-    """Return gold that is no column."""
+    """Return the gold that is in a file, or that people gave in a review."""
     return given if isinstance(given, GoldRows) else Path(cast("str | Path", given))
 
 
@@ -476,7 +480,7 @@ def read_gold_file(
     known: bool = True,
     seen: Sequence[str] | None = None,
 ) -> tuple[Gold, dict[str, Mapping[str, JsonValue]]]:
-    """Return the fields of a gold file, and the gold of each id. ``known`` and ``seen``: as of ``checked_gold``. Raises
+    """Return the fields of a gold file, and the gold of each id. ``known`` and ``seen`` as in ``checked_gold``. Raises
     SpecError."""
     rows: Iterable[object]
     try:
@@ -536,14 +540,14 @@ class BareRows:
 
 
 class CountedBareRows(BareRows):
-    """The same of rows whose number is known."""
+    """Rows without their gold whose number is known."""
 
     def __len__(self) -> int:
         return len(cast("Sized", self.inputs))
 
 
 def _refuse_named(options: Mapping[str, object], columns: frozenset[str]) -> None:
-    """Raise SpecError for an option that names a column of gold: the run would see it."""
+    """Raise SpecError if an option names a gold column: the run would then see the gold."""
     for option in ("id_column", "document_column", "affinity", "images", "carry"):
         given = options.get(option)
         named = [given] if isinstance(given, str) else [*cast("Iterable[str]", given or ())]

@@ -47,7 +47,8 @@ def refuse_uncountable(inputs: object, option: str) -> None:
 
 
 def rows_again(inputs: Iterable[object]) -> Iterable[object]:
-    """Return the same rows for one more reading. Of a file, the rows that are given stay unread."""
+    """Return the same rows for another reading. Rows of a file are read from the beginning, and the given object stays
+    unread."""
     return inputs.again() if isinstance(inputs, LazyRows) else inputs
 
 

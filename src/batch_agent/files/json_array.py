@@ -54,7 +54,7 @@ def parse_field(chunks: Iterable[bytes], name: str, field: str) -> Iterator[obje
 
 
 class _Text:
-    """The current part of the file. Earlier text is discarded, and later text is not read yet."""
+    """The part of the file that is in memory. Text before it was discarded; text after it is not read yet."""
 
     def __init__(self, chunks: Iterable[bytes], name: str) -> None:
         self._chunks = iter(chunks)
@@ -78,7 +78,8 @@ class _Text:
         self._at += 1
 
     def items(self) -> Iterator[tuple[object, bool]]:
-        """Yield the values of a list, from its opening bracket to its end, each with whether its text is UTF-8."""
+        """Yield the values of a list from its opening bracket to its end. Each comes with a flag that says whether its
+        text is valid UTF-8."""
         self.skip()
         more = self.peek() != "]"
         while more:
@@ -91,7 +92,7 @@ class _Text:
         self.skip()
 
     def value(self) -> tuple[object, bool]:
-        """Return the next value, and whether its text is UTF-8."""
+        """Return the next value, and whether its text is valid UTF-8."""
         self.peek()
         value: object = None
         end = self._at

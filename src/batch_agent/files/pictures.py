@@ -28,7 +28,8 @@ MOST_TOKENS = 1600
 
 
 def read_image(image: Image, root: Path | None = None, *, confined: bool = False) -> Image:
-    """Return the image as it is sent: an http URL, else a ``data:`` URL. See ``place_of`` for its file."""
+    """Return the image in the form that is sent: an http URL unchanged, a file as a ``data:`` URL. ``place_of``
+    explains ``root`` and ``confined``."""
     if image.is_address:
         return image
     if image.is_data:

@@ -221,7 +221,7 @@ def plain(value: object) -> object:
 
 
 def _of_others(value: object) -> object:
-    """Convert values of other packages. They are recognised by their class names, without importing the packages."""
+    """Convert a value of another package. It is recognised by its class name, without importing the package."""
     kind = type(value)
     if kind.__module__.partition(".")[0] == "numpy":
         return plain(value.tolist())  # type: ignore[attr-defined]
@@ -250,7 +250,7 @@ def read_inputs(
     path: str | Path, limit: int | None = None, *, kind: str | None = None, at_once_bytes: int = AT_ONCE_BYTES
 ) -> list[Row] | LazyRows:
     """Return the first ``limit`` rows of a file, a directory or a pattern (``papers/**/*.pdf``), for
-    ``BatchAgent.run(inputs=…)``. ``kind`` is one of PARSERS and overrides the extension."""
+    ``BatchAgent.run(inputs=…)``. ``kind`` is a key of PARSERS and overrides the extension of the file."""
     reading = _open(Path(path), kind)
     if reading.memory_bytes > at_once_bytes:
         named = Path.cwd() / path  # a tool may change the working directory
@@ -303,7 +303,7 @@ class LazyRows(Iterator[Row]):
     def __init__(
         self, reading: Reading, limit: int | None = None, *, again: Callable[[], Reading] | None = None
     ) -> None:
-        """``again`` opens the file once more."""
+        """``again`` opens the same file for another reading."""
         self._reading = reading
         self._limit = limit
         self._again = again
@@ -339,7 +339,7 @@ class LazyRows(Iterator[Row]):
         return rows
 
     def change(self, change: Callable[[Row], Row]) -> None:
-        """Give each row as ``change`` returns it."""
+        """Pass each row through ``change``."""
         self._change = change
         self.first = [*map(change, self.first)]
 

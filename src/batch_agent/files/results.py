@@ -80,7 +80,7 @@ def result_record(result: AgentResult[object]) -> dict[str, object]:
 
 
 def earlier_record(earlier: Earlier) -> dict[str, object]:
-    """Return the fields of an answer that did not stay. Its output is plain already."""
+    """Return the fields of an answer that a later entry of the cascade replaced. Its output is plain JSON already."""
     record: dict[str, object] = {
         "name": earlier.name,
         "output": earlier.output,
@@ -97,7 +97,7 @@ def earlier_record(earlier: Earlier) -> dict[str, object]:
 
 
 def error_record(error: AgentError | None) -> dict[str, object] | None:
-    """Return the fields of an error. Most have no traceback, and then no field for it."""
+    """Return the fields of an error. The traceback is only among them if there is one."""
     if error is None:
         return None
     fields = dataclasses.asdict(error)
@@ -118,7 +118,8 @@ def record_line(record: Mapping[str, object]) -> bytes:
 
 
 def plainly(result: AgentResult[object], schema: OutputSchema[object] | None) -> AgentResult[object]:
-    """Return the result with its output in the JSON form of its schema, or as a failure if it cannot be written."""
+    """Return the result with its output as plain JSON, written by the schema. If it cannot be written, the result is a
+    failure."""
     if schema is None or not result.ok:
         return result
     try:

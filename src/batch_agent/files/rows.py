@@ -24,7 +24,7 @@ INSTRUCTIONS = ("system", "developer")
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Rows one at a time, and an estimate of their number: what opening a file of any format gives."""
+    """What opening a file of any format returns: its rows one at a time, and an estimate of their number."""
 
     rows: Iterator[Row]
     close: Callable[[], None]
@@ -77,7 +77,7 @@ def parse_line(line: bytes, where: str) -> Row | None:
 
 
 def converted(name: str, encoding: str) -> str:
-    """Return the command that converts a file to UTF-8, for a message; "" if the file is compressed."""
+    """Return the command that converts a file to UTF-8, for a message; "" for a compressed file."""
     path = Path(name)
     if path.suffix in (GZIP, ZSTD):
         return ""

@@ -172,9 +172,12 @@ INDEX = b'{"index":'  # start of a result line
 
 
 class InOrderOfInput:
-    """The records of files of result lines in input order. It can be iterated several times. It stores eight bytes for
-    each row, its position in a file, and no records. Of two lines for one row, the later file or line wins. A missing
-    file has no records. A line that is not a record, such as the last line of a killed run, is skipped."""
+    """The records of files of result lines, in input order. It can be iterated several times.
+
+    In memory it has eight bytes per row, the row's position in a file, and no records. If two lines are about one row,
+    the later file or line is used. A missing file has no records. A line that is not a record, such as the last line of
+    a killed run, is skipped.
+    """
 
     def __init__(self, *paths: Path) -> None:
         self._paths = paths
@@ -215,7 +218,8 @@ class InOrderOfInput:
 
 
 def index_of(line: bytes) -> int | None:
-    """Return the index of a result line, or None. A line in our own format is not parsed completely."""
+    """Return the index of a result line; None if it is not a result. A line in our own format is not parsed
+    completely."""
     if line.startswith(INDEX) and line.endswith(b"}\n"):
         number = line[len(INDEX) : len(INDEX) + 20].partition(b",")[0]
         if number.isdigit():
@@ -239,7 +243,7 @@ def is_table(path: Path) -> bool:
 
 
 def check_table(path: Path, kind: str | None = None) -> None:
-    """Raise SpecError if this kind of table cannot be written. Called before there are results."""
+    """Raise SpecError if this kind of table cannot be written, before there are results."""
     extension, compression = format_of(path)
     kind = kind or extension
     if kind in (PARQUET, EXCEL) and compression:

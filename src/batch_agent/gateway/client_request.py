@@ -170,7 +170,7 @@ def string(value: JsonValue, where: str) -> str:
 
 
 def whole(body: Mapping[str, JsonValue], *names: str) -> int | None:
-    """Return the first of these fields that is present, as a positive integer."""
+    """Return the value of the first of these fields that is present, as a positive integer; None if none is."""
     for name in names:
         value = body.get(name)
         if value is not None:
@@ -206,7 +206,7 @@ def image_of(value: JsonValue, where: str) -> Image:
 
 
 def joined(parts: Sequence[Part]) -> Content:
-    """Return parts as content: plain text if there is no picture among them."""
+    """Return the parts of a message as content: plain text if there is no picture among them."""
     if any(isinstance(part, Image) for part in parts):
         return tuple(parts)
     return "".join(part for part in parts if isinstance(part, str))

@@ -304,7 +304,7 @@ def _said(message: Message) -> object:
 
 
 def _status(error: BatchAgentError) -> int:
-    """Return the status for a failed request: one that clients do not retry, if a retry cannot help."""
+    """Return the status of a failed request. If a retry cannot help, it is a status that clients do not retry."""
     match error:
         case Interrupted():
             return 402

@@ -33,7 +33,8 @@ def may_stream(asked: ClientRequest, *, own: bool) -> bool:
 
 
 class LiveAnswer:
-    """``put`` gets the events. ``own``: the backend has the client's wire, and gets its request unchanged."""
+    """A streamed answer. ``put`` gets its events. ``own``: the backend has the client's wire, and gets the request
+    unchanged."""
 
     def __init__(
         self, asked: ClientRequest, envelope: Envelope, put: Callable[[bytes], None], *, own: bool = False
@@ -128,7 +129,7 @@ class LiveAnswer:
 
 
 def _text_first(document: JsonObject) -> JsonObject:
-    """Return the document with its text before its thoughts: the text was written first."""
+    """Return the document with the model's text before its reasoning, because the text was already written."""
 
     def is_later(part: JsonValue) -> bool:
         return _quoted(MARK) not in orjson.dumps(part)

@@ -127,7 +127,8 @@ BEAT_SECONDS = 0.04
 
 
 class Beat:
-    """``streams`` is the number being read now; the connections update it."""
+    """Limits how often streams are read. ``streams`` is the number of streams being read now; the connections update
+    it."""
 
     __slots__ = ("_loop", "_resting", "streams")
 
@@ -335,7 +336,7 @@ class Owner(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """``idle_since`` and ``reused_at`` belong to the pool."""
+    """One connection. ``idle_since`` and ``reused_at`` belong to the pool."""
 
     __slots__ = (
         "_beat",
@@ -377,7 +378,7 @@ class Connection(asyncio.Protocol):
     def ask(
         self, response: ResponseParser, head: bytes, body: bytes, on_head: OnHead | None, beat: Beat | None
     ) -> asyncio.Future[None]:
-        """Send a request. The future is done when ``response`` is complete, or when the stream needs no more of it. A
+        """Send a request. The future is done when ``response`` is complete, or when a stream needs no further bytes. A
         body of more than WRITE_BYTES is sent by ``upload``. ``beat`` decides when a stream is read."""
         self._response = response
         self._on_head = on_head

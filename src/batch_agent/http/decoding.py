@@ -40,8 +40,8 @@ class Decoder:
         self._members = 0
 
     def feed(self, data: bytes, limit_bytes: int, *, last: bool) -> bytes:
-        """Return these bytes decompressed. Raises TooLarge if the whole body exceeds the limit, and BrokenOff for one
-        that only serves to take time or memory. ``last``: the body ends here, so the compressed data must be
+        """Return these bytes decompressed. Raises TooLarge if the whole body exceeds the limit, and BrokenOff for a
+        body that was made to take time or memory. ``last``: the body ends here, so the compressed data must be
         complete."""
         parts: list[bytes] = []
         try:

@@ -29,8 +29,8 @@ _LINE_END = re.compile(r"[\r\n\0]")
 
 
 def write_head(method: str, url: URL, headers: Mapping[str, str], proxy: URL | None) -> bytes:
-    """Return everything except the length of the body and the empty line, which ``with_length`` adds. ``proxy`` is the
-    one in between; inside a tunnel (https) it sees nothing of this."""
+    """Return the head of a request as bytes, except the length of the body and the empty line, which ``with_length``
+    adds. ``proxy`` is the proxy in between; inside a tunnel (https) it sees nothing of the head."""
     to_proxy = proxy is not None and url.scheme == "http"
     target = str(url.with_user(None).with_fragment(None)) if to_proxy else url.raw_path_qs or "/"
     if not _TARGET.fullmatch(target):
@@ -92,7 +92,8 @@ class Pool:
         return self._first_open(idle)
 
     async def connect(self, origin: Origin, limit_seconds: float, *, fresh: bool) -> Connection:
-        """Return a new connection. Under a limit, wait for room; an idle one will do unless it must be ``fresh``."""
+        """Return a new connection. If the limit is reached, wait until one is free; an idle connection is returned too,
+        unless it must be ``fresh``."""
         if self._slots is None:
             return await self._connect(origin, limit_seconds)
         await self._slots.acquire()
@@ -154,7 +155,8 @@ class Pool:
             await self._emptied.wait()
 
     def close_idle(self, origin: Origin) -> None:
-        """Close the connections kept for a server that has just closed one of them: it may have closed all."""
+        """Close the idle connections to a server that has just closed one of them: it may have closed the others
+        too."""
         for connection in self._idle.pop(origin, ()):
             connection.close()
 

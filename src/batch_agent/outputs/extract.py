@@ -42,8 +42,8 @@ _GOES_ON = re.compile(r"(?!\n|</|[.;!](?:\s|\Z)|\Z)")
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """An outermost object or array in a text, or what looks like one. ``depth`` is its deepest nesting. ``apart``: it
-    is not part of a sentence."""
+    """An outermost object or array in a text, or a part that looks like one. ``depth`` is its deepest nesting.
+    ``apart``: it is not part of a sentence."""
 
     text: str
     depth: int
@@ -78,15 +78,15 @@ def fences(text: str) -> list[str]:
 
 def last_regions(text: str, limit: int) -> list[Region]:
     """Return the outermost bracketed regions that may be JSON, the last one first. The inside of a region is never
-    offered by itself, even if the whole does not parse: a part of an answer is not an answer. The last region may lack
-    its end."""
+    returned by itself, even if the whole region does not parse: a part of an answer is not an answer. The last region
+    may be incomplete."""
     found = deque(_regions(text), maxlen=limit)
     return [Region(text[start:end], depth, _stands_apart(text, start, end)) for start, end, depth in reversed(found)]
 
 
 def documents_in(text: str) -> list[str]:
-    """Return the parts of a text that are read as the answer without mending: all of it, the text after its reasoning,
-    and a code fence that is the whole of that."""
+    """Return the parts of a text that are read as the answer without repair: the whole text, the text after its
+    reasoning, and the content of a code fence if that text is one fence."""
     found = [text.strip().removeprefix("\ufeff")]
     with suppress(OutputError):
         found.append(strip_reasoning(found[0]))
@@ -110,8 +110,9 @@ def _regions(text: str) -> Iterator[tuple[int, int, int]]:
 
 
 def _stands_apart(text: str, start: int, end: int) -> bool:
-    """Return whether the region is not part of a sentence. It must begin the text, follow a colon, or have its own
-    lines, after the end of a sentence or at the end of the text; and its line or sentence must end with it."""
+    """Return whether the region is not part of a sentence. For that it must begin the text or follow a colon, or stand
+    on its own lines, after the end of a sentence or at the end of the text; and its line or sentence must end with
+    it."""
     after = text[end:].lstrip(_RIGHT_MARKS)
     if _GOES_ON.match(after):
         return False
@@ -124,7 +125,7 @@ def _stands_apart(text: str, start: int, end: int) -> bool:
 
 
 def _end(text: str, start: int) -> tuple[int, int]:
-    """Return where the bracket at ``start`` is closed, or the end of the text; and the deepest nesting."""
+    """Return where the bracket at ``start`` is closed, or the end of the text if it is not; and the deepest nesting."""
     depth = deepest = 0
     for token in TOKEN.finditer(text, start):
         first = token[0][0]

@@ -28,7 +28,7 @@ _ESCAPED_OR_QUOTE = re.compile(r'\\.|"', re.DOTALL)
 
 
 def mended(found: Iterable[Region]) -> Iterator[tuple[Region, bytes]]:
-    """Yield each region with JSON that it may have meant, the most faithful reading first."""
+    """Yield each region with JSON text that it may have been meant as, the most faithful reading first."""
     left = REPAIR_CHARS
     for region in found:
         readers = [read_json, _completed]

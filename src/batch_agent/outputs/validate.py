@@ -52,7 +52,7 @@ def parse_output(text: str, schema: OutputSchema[T]) -> Parsed[T]:
 
 
 def _scalar(answer: str, schema: OutputSchema[T]) -> Parsed[T]:
-    """Parse a value alone or in a fence, or a word without quotes."""
+    """Parse an answer that is only a value, alone or in a code fence; or a word without quotes."""
     parts = [answer, *reversed(fences(answer))]
     failures: list[OutputError] = []
     for part in parts:

@@ -46,11 +46,11 @@ MOST_ROWS = 20  # number of the latest requests for single rows that are kept
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a worker holds and wants of one pot. ``limit`` is that of all workers together. ``part`` is the smallest
-    useful amount, such as the tokens of one request. ``spent`` is the consumed part of a budget. ``search`` is the
-    state of the search for the limit; None if the limit was given. ``rate`` is the cost of a second of running time;
-    then ``want`` is what is charged ahead. ``alone``: more of a budget is of use only while no other worker holds any,
-    because the request may need all that is left."""
+    """What a worker holds and wants of one pot. ``limit`` is the limit for all workers together. ``part`` is the
+    smallest useful amount, such as the tokens of one request. ``spent`` is the part of a budget that was consumed.
+    ``search`` is the state of the search for the limit; None if the limit was given. ``rate`` is the cost of a second
+    of running time; ``want`` is then what is charged ahead. ``alone``: more of a budget helps only while no other
+    worker holds any, because the request may need all that is left."""
 
     limit: int
     held: int
@@ -64,11 +64,11 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a worker holds from now on. ``fair`` is lower if the worker should use less, because others want some. For a
-    budget, ``others_spent`` is what other workers have spent. ``others_open`` is what other workers hold, apart from
-    that. For a searched limit, ``search`` is the search of the worker that ``leads``. ``even``: all workers together
-    hold as much as the limit, or as they want. For running time, ``held`` is what is charged ahead of now, and ``fair``
-    what is left of the budget beyond that."""
+    """What a worker holds from now on. ``fair`` is lower than ``held`` if the worker should use less because others
+    want some. For a budget, ``others_spent`` is what other workers have spent, and ``others_open`` what they hold and
+    have not spent. For a searched limit, ``search`` is the search of the worker that ``leads``. ``even``: all workers
+    together hold as much as the limit, or as they want. For running time, ``held`` is what is charged ahead of now, and
+    ``fair`` what is left of the budget after that."""
 
     held: int
     fair: int
@@ -82,8 +82,8 @@ class Grant:
 @dataclass(frozen=True, slots=True)
 class Learnt:
     """What a worker knows about an endpoint. Under the name ``BUDGET``, ``down`` means that the budget is used up.
-    Under ``ROWS`` and the name of a stage, ``costs`` are the number of its rows that ended, and the sum of what they
-    cost and of its square."""
+    Under ``ROWS`` and the name of a stage, ``costs`` has three numbers about the rows that ended: how many, the sum of
+    their costs, and the sum of the squares of their costs."""
 
     down: bool = False
     reason: str = ""
@@ -92,7 +92,7 @@ class Learnt:
 
 @dataclass(frozen=True, slots=True)
 class Steering:
-    """Requests to all workers. ``number`` grows with each; ``rows`` are those for single rows."""
+    """Requests to all workers. ``number`` grows with each request; ``rows`` are the requests for single rows."""
 
     number: int = 0
     session: int = 0  # the number at which the session began
@@ -122,7 +122,7 @@ class Member:
 
 @dataclass(slots=True)
 class Table:
-    """The shared state of all pots. Only one worker changes it at a time."""
+    """The shared state of all pots. At any time, only one worker changes it."""
 
     members: dict[str, Member] = field(default_factory=dict)
     steering: Steering = field(default_factory=Steering)
@@ -181,8 +181,8 @@ class Table:
                 self.charged = now
 
     def forget_members(self, now: float) -> None:
-        """Remove all workers of an earlier session, which cannot report again: others will have their names. What they
-        held of a budget counts as spent."""
+        """Remove all workers of an earlier session. They cannot report again, and new workers will have their names.
+        What they held of a budget counts as spent."""
         for member in self.members.values():
             for name, claim in member.claims.items():
                 self._let_go(name, replace(claim, spent=claim.held), now)
@@ -196,14 +196,16 @@ class Table:
         )
 
     def _spent_before(self, name: str) -> int:
-        """Return what was spent of a budget by workers that have left, and outside of the table."""
+        """Return the amount of a budget that was spent by workers that have left, and by those who do not use the
+        table."""
         return self.spent.get(name, 0) + self.outside.get(name, 0)
 
     def live(self, now: float) -> dict[str, Member]:
         return {name: member for name, member in self.members.items() if member.until > now}
 
     def _expire(self, now: float) -> None:
-        """End expired memberships. A dead worker keeps its claims to budgets, in case it was only disconnected."""
+        """End expired memberships. What a dead worker held of a budget stays reserved, because the worker may only be
+        disconnected."""
         for worker, member in tuple(self.members.items()):
             if member.until and member.until <= now:
                 for name in [name for name in member.claims if not name.startswith(BUDGET)]:
@@ -224,8 +226,8 @@ class Table:
     # Shares
 
     def _charge(self, name: str, claim: Claim, now: float, *, is_new: bool) -> Grant:
-        """Charge running time up to now, and what the claim wants ahead. Time in which no worker lived is free; a
-        worker that reports again has lived since its latest report."""
+        """Charge running time up to now, and what the claim wants ahead. Time in which no worker lived costs nothing. A
+        worker that reports again counts as alive since its latest report."""
         begun = max(self.charged, now) if is_new else self.charged
         past = max(0, math.ceil((now - begun) * claim.rate))
         left = max(0, claim.limit - self.spent_of(name) - past)
@@ -279,18 +281,19 @@ def _adapter() -> TypeAdapter[Table]:
 
 
 def _leader(pot: str, members: Mapping[str, Member]) -> str | None:
-    """Return the first of the live workers that can search for the limit of a pot, or None."""
+    """Return the first live worker that can search for the limit of a pot; None if there is none."""
     able = [name for name, each in members.items() if each.until and each.claims[pot].search is not None]
     return min(able, key=lambda name: (len(name), name), default=None)
 
 
 def of_stage(pot: str, stage: str) -> str:
-    """Return the name under which a budget's spending is reported for one stage of a pipeline; "" is the whole."""
+    """Return the name under which the spending of one stage of a pipeline is reported; "" stands for the whole
+    pipeline."""
     return f"{pot} {stage}" if stage else pot
 
 
 def steered(now: Steering, request: JsonObject) -> Steering:
-    """Return the requests to all workers after one more request. Raises SpecError for an unknown request."""
+    """Return the requests to all workers with ``request`` added. Raises SpecError for an unknown request."""
     number, action = now.number + 1, str(request.get("do"))
     match action:
         case "begin":
@@ -311,9 +314,9 @@ def steered(now: Steering, request: JsonObject) -> Steering:
 
 
 def shares(free: int, whole: int, wants: Iterable[tuple[int, int]]) -> list[int]:
-    """Divide the ``free`` amount of a pot among ``wants``, pairs of a wanted amount and the smallest useful part. In
-    order, each gets its smallest part while the amount lasts; then the rest is divided evenly. A part larger than the
-    ``whole`` pot needs all of it."""
+    """Divide ``free``, the free amount of a pot, and return the part of each of ``wants``, pairs of a wanted amount and
+    the smallest useful part. First each gets its smallest useful part, in order, while the amount lasts; then the rest
+    is divided evenly. A smallest part that exceeds the ``whole`` pot needs all of it."""
     wanted = list(wants)
     given, left = [0] * len(wanted), max(0, free)
     for place, (want, part) in enumerate(wanted):
@@ -331,7 +334,7 @@ def shares(free: int, whole: int, wants: Iterable[tuple[int, int]]) -> list[int]
 
 
 def in_turn(workers: Iterable[str], now: float) -> list[str]:
-    """Return the workers in the order in which they are served. Every minute another worker is first."""
+    """Return the workers in the order in which they are served. The order rotates every minute."""
     order = sorted(workers)
     first = int(now // ROTATION) % len(order) if order else 0
     return order[first:] + order[:first]

@@ -38,8 +38,8 @@ def log_ratio(bad: float, wrong: float, drawn: float, rows: int, b: float) -> fl
 
 
 def refuted(bad: float, wrong: float, drawn: float, rows: int, b: float, error: float = ERROR) -> bool:
-    """Return whether every table with at least ``bad`` wrong rows is refuted: the ratio grows with the number of wrong
-    rows above the likeliest one."""
+    """Return whether every table with at least ``bad`` wrong rows is refuted. Testing ``bad`` alone is enough: above
+    the likeliest number of wrong rows, the ratio grows with that number."""
     if bad > rows:
         return True
     return (bad + 1) * drawn >= wrong * (rows + 1) and log_ratio(bad, wrong, drawn, rows, b) >= -math.log(error)
@@ -58,8 +58,8 @@ def at_most(wrong: int, drawn: int, rows: int, b: float, error: float = ERROR) -
 
 
 def rows_until(bad: float, share: float, wrong: int, drawn: int, rows: int, b: float, error: float = ERROR) -> int:
-    """Return how many rows must be drawn in all until ``bad`` wrong rows are refuted, if from now on ``share`` of the
-    drawn rows are wrong. At most all rows of the table."""
+    """Return the total number of rows to draw until ``bad`` wrong rows are refuted, if ``share`` of the rows drawn from
+    now on are wrong. At most all rows of the table."""
 
     def reached(count: int) -> bool:
         return refuted(bad, wrong + share * (count - drawn), count, rows, b, error)

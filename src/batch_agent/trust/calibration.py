@@ -18,7 +18,7 @@ BINS = 5
 
 
 class Bin(NamedTuple):
-    """Rows with a doubt from ``low`` to ``high``. A bin without rows has none of the other numbers."""
+    """The rows whose doubt is between ``low`` and ``high``. In a bin without rows, all other numbers are None."""
 
     low: float | None
     high: float | None
@@ -49,8 +49,9 @@ class Bin(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Five bins for each field, and for ``all``: every field with gold, by the largest doubt of the row. They have the
-    same number of rows, as far as equal doubts allow it. ``unknown``: rows with gold whose doubt is not known."""
+    """Five bins for each field, and five for ``all``, where a row counts with the largest doubt of its fields with
+    gold. The bins have the same number of rows, as far as equal doubts allow it. ``unknown``: number of rows with gold
+    whose doubt is unknown."""
 
     fields: Mapping[str, tuple[Bin, ...]]
     all: tuple[Bin, ...]
@@ -77,8 +78,8 @@ class Calibration:
 
 
 def calibration(fields: Mapping[str, Iterable[tuple[float | None, bool]]]) -> Calibration:
-    """Return the calibration of fields, and of ``all``, from doubt and rightness of each row. Raises SpecError without
-    any doubt."""
+    """Return the calibration of fields, and of ``all``, from the doubt of each row and whether it was right. Raises
+    SpecError if no row has a doubt."""
     pairs = {name: [*rows] for name, rows in fields.items()}
     known = {name: [(doubt, right) for doubt, right in rows if doubt is not None] for name, rows in pairs.items()}
     if not any(known.values()):

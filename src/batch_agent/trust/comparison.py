@@ -24,7 +24,7 @@ LONGEST = 60  # characters of a value
 
 
 class Answer(NamedTuple):
-    """What one run made of a row. ``output`` is None if the row failed, and ``error`` says why."""
+    """The answer of one run to a row. ``output`` is None if the row failed; ``error`` is the reason."""
 
     output: JsonValue
     ok: bool
@@ -34,7 +34,7 @@ class Answer(NamedTuple):
 
 
 class PairedRow(NamedTuple):
-    """A row that is in all runs. ``gold`` are its right values, by field."""
+    """A row that is in all runs, with its right values by field in ``gold``."""
 
     name: str
     answers: Sequence[Answer]
@@ -54,10 +54,11 @@ class ChangedRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FieldComparison:
-    """Two runs, by one field. ``differs`` of ``rows`` rows have another answer. With gold, of ``scored`` rows: those
-    that are right in each run; ``better`` became right in the second and ``worse`` became wrong; ``difference`` of the
-    accuracies with its paired interval; ``p`` of McNemar's exact test, ``p_holm`` corrected for the number of pairs of
-    runs; ``smallest_visible``: the smallest difference that this gold could have shown, None if none."""
+    """The comparison of two runs by one field. ``differs``: how many of ``rows`` rows have different answers. With
+    gold, on ``scored`` rows: how many are right in each run; how many became right (``better``) and wrong (``worse``)
+    in the second run; ``difference`` of the accuracies with its paired interval; ``p`` of McNemar's exact test, and
+    ``p_holm``, corrected for the number of pairs of runs; ``smallest_visible``: the smallest difference that this gold
+    could have shown, None if it could show none."""
 
     rows: int
     differs: int
@@ -99,8 +100,8 @@ class FieldComparison:
 
 @dataclass(frozen=True, slots=True)
 class RunSide:
-    """A run of a comparison. ``only``: its rows that are not in all runs. ``cost`` in $ and ``seconds`` per row, of the
-    rows that are compared; None if they are unknown."""
+    """One run of a comparison. ``only``: number of its rows that are not in all runs. ``cost`` in $ and ``seconds`` per
+    row, over the rows that are compared; None if they are unknown."""
 
     name: str
     rows: int
@@ -116,7 +117,7 @@ class RunSide:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two of the runs, by field. ``pair["mood"]`` is a FieldComparison."""
+    """Two of the runs, compared by field: ``pair["mood"]`` is a FieldComparison."""
 
     a: str
     b: str
@@ -131,8 +132,9 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class RunComparison:
-    """Runs over the same rows. Two runs: ``comparison["mood"]`` compares a field. More: ``comparison.pairs`` has each
-    pair of them. ``changed``: rows with the same id and another content, which are left out."""
+    """A comparison of runs over the same rows. With two runs, ``comparison["mood"]`` compares a field; with more,
+    ``comparison.pairs`` has each pair of runs. ``changed``: rows that have the same id but another content in the runs;
+    they are not compared."""
 
     runs: Sequence[RunSide]
     pairs: Sequence[Pair]
@@ -175,9 +177,9 @@ def compare_answers(
     fields: Sequence[str] = (),
     grouped: bool = False,
 ) -> list[Pair]:
-    """Return each pair of runs, compared on the rows that are in all of them. ``gold`` decides what is right, and
-    ``fields`` are those of the answers. ``grouped``: rows of a group are alike, so that no test and no interval
-    holds."""
+    """Return a comparison of each pair of runs, on the rows that are in all runs. ``gold`` has the right values, and
+    ``fields`` are the fields of the answers. ``grouped``: rows of one group are alike, so that no test and no interval
+    is valid."""
     every = [*fields] or [OUTPUT]
     named = dict.fromkeys((*every, *(gold.fields if gold is not None else ())))
     if len(named) > 1:
@@ -249,7 +251,8 @@ def _right(answer: Answer, wanted: Mapping[str, JsonValue], gold: Gold) -> bool:
 
 
 def _taken(name: str, answer: Answer) -> JsonValue:
-    """Return a field of an answer; the whole answer if it has no fields, or for all of them."""
+    """Return a field of an answer. Returns the whole answer if it has no fields, or if ``name`` stands for all
+    fields."""
     output = answer.output
     if not answer.ok or name == ALL or (name == OUTPUT and not (isinstance(output, dict) and OUTPUT in output)):
         return output

@@ -40,9 +40,9 @@ def doubts_of(
     *,
     reasoned: bool = False,
 ) -> dict[str, float | None]:
-    """Return the doubt of each field that is a class, or whose value has at most 64 bytes. ``fields`` are those of an
-    answer that are no objects. ``documents`` are the parts of the text that may be its JSON, the likeliest first.
-    ``reasoned``: the tokens may begin with a reasoning that the text does not have."""
+    """Return the doubt of each field that is a class, or whose value has at most 64 bytes. ``fields`` are the fields of
+    an answer that are no objects. ``documents`` are the parts of the text that may be its JSON, the likeliest first.
+    ``reasoned``: the tokens may begin with a reasoning that is not in the text."""
     answer = text.encode("utf-8", "surrogatepass")
     is_text = len(fields) == 1 and _is_text(fields[0])
     spans = _span_of_text(answer) if is_text else _spans(answer, documents)
@@ -62,12 +62,12 @@ def doubts_of(
 
 
 def _size(literal: bytes, *, quoted: bool) -> int:
-    """Return the bytes of a value, which may be written with escapes."""
+    """Return the size of a value in bytes. In the text it may be written with escapes."""
     return len(json.loads(literal).encode("utf-8", "surrogatepass")) if quoted else len(literal)
 
 
 def _is_text(field: GoldField) -> bool:
-    """Return whether the answer is the value itself, and not JSON."""
+    """Return whether the answer is plain text, which is the value of the field, and not JSON."""
     return field.name == OUTPUT and field.kind == "text" and not field.schema
 
 
@@ -77,7 +77,7 @@ def _span_of_text(answer: bytes) -> dict[str, Span]:
 
 
 def _spans(answer: bytes, documents: Sequence[str]) -> dict[str, Span]:
-    """Return where the values are in the answer, by the names of their fields."""
+    """Return the place of each value in the answer, by the name of its field."""
     for document in documents:
         part = document.encode("utf-8", "surrogatepass")
         begin = answer.rfind(part)
@@ -88,7 +88,7 @@ def _spans(answer: bytes, documents: Sequence[str]) -> dict[str, Span]:
 
 
 class _Reader:
-    """Reads JSON and notes where the values are, by the names of the fields around them. Of a key that comes twice, the
+    """Reads JSON and notes the place of each value, by the names of the fields around it. If a key occurs twice, the
     last value counts."""
 
     def __init__(self, data: bytes, end: int) -> None:
@@ -97,7 +97,7 @@ class _Reader:
         self._seen: set[str] = set()  # names of fields
 
     def read(self, begin: int) -> bool:
-        """Return whether there is one JSON value up to the end."""
+        """Read one JSON value. Returns False if it is not one, or if more text follows."""
         at = self._space(begin)
         end = self._value(at, "", DEEPEST)
         if end is None or self._space(end) != self._end:
@@ -161,8 +161,8 @@ class _Reader:
 
 
 def _whole(tokens: Sequence[TokenChance]) -> Sequence[TokenChance]:
-    """Return the tokens without those that are only a part of a character, if the server reports the character with the
-    last of them: that token then has their chances together."""
+    """Return the tokens without those that are only a part of a character. If the server reports the whole character
+    with the last of its tokens, that token gets the product of their probabilities."""
     if all(token.text for token in tokens):
         return tokens
     whole: list[TokenChance] = []
@@ -181,15 +181,16 @@ def _whole(tokens: Sequence[TokenChance]) -> Sequence[TokenChance]:
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """The tokens of an answer, and where each begins and ends in it. The first may begin before it."""
+    """The tokens of an answer, with the place where each begins and ends in it. The first token may begin before the
+    answer."""
 
     answer: bytes
     placed: Sequence[tuple[int, int, TokenChance]]
 
     @classmethod
     def of(cls, answer: bytes, tokens: Sequence[TokenChance], *, reasoned: bool) -> _Tokens | None:
-        """Return the tokens, or None if they are not those of the answer. The server may leave out spaces around the
-        answer, and may report the token that ends it."""
+        """Return the tokens, or None if they do not write this answer. The server may omit spaces around the answer,
+        and may report the token that ends it."""
         wanted, tokens = answer.strip(), _whole(tokens)
         for count in (len(tokens), len(tokens) - 1):
             said = b"".join([token.text for token in tokens[:count]]).rstrip()
@@ -222,8 +223,8 @@ class _Tokens:
         return min(1.0, max(0.0, 1.0 - likely))
 
     def _share(self, token: TokenChance, at: int, span: Span, options: _Options) -> float | None:
-        """Return the share of the alternatives that continue this value among those that continue an allowed one; None
-        without alternatives."""
+        """Return the probability of the alternatives that continue this value, divided by that of all alternatives that
+        continue an allowed value. None if the server reported no alternatives."""
         others = dict(token.others)
         if token.logprob is None or not others.keys() - {token.text}:
             return None
@@ -244,14 +245,16 @@ class _Tokens:
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """The values that a field may have, as JSON. ``whole``: any whole number. ``is_number``: its value is one."""
+    """The values that a field may have, as JSON. ``whole``: any whole number is allowed. ``is_number``: the field is a
+    number."""
 
     literals: Sequence[bytes]
     whole: bool
     is_number: bool
 
     def allows(self, before: bytes, written: bytes, said: bytes) -> bool:
-        """Return whether a text continues one of the values, of which ``written`` is there; ``before`` comes first."""
+        """Return whether ``said`` continues an allowed value. ``written`` is the part of the value that is already in
+        the answer; ``before`` is text that ``said`` must have in front of the value."""
         for literal in self.literals:
             rest = before + literal[len(written) :]
             if literal.startswith(written) and _continues(rest, said, is_number=literal[:1] not in b'"tfn'):
@@ -269,7 +272,8 @@ class _Options:
 
 
 def _continues(rest: bytes, said: bytes, *, is_number: bool) -> bool:
-    """Return whether a text is the beginning of ``rest``, or ``rest`` and what may come after a value."""
+    """Return whether ``said`` is the beginning of ``rest``, or is ``rest`` followed by text that may come after a
+    value."""
     if not said or rest.startswith(said):
         return bool(said) and bool(rest)
     return said.startswith(rest) and not (is_number and _NUMBER_CONTINUES.match(said, len(rest)))

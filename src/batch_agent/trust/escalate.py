@@ -41,18 +41,19 @@ Test: TypeAlias = Callable[[AgentResult[object], JsonValue], object]  # of a res
 
 
 def failed_by_content(error: AgentError | None) -> bool:
-    """Return whether a row failed by what it is, and not because a server was away or the row was stopped."""
+    """Return whether a row failed because of its content, and not because a server was unreachable or the row was
+    stopped."""
     return error is not None and error.type not in OUTSIDE
 
 
 class _UnknownError(Exception):
-    """A value that the rule needs is not known."""
+    """Raised for a value that the rule needs and that is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Escalation:
-    """``text`` is how the user wrote it; for a function, its name. ``doubts``, ``votes`` and ``outputs`` are the fields
-    that it reads; a doubt without a field is ``""``."""
+    """A rule. ``text`` is as the user wrote it; for a function, its name. ``doubts``, ``votes`` and ``outputs`` are the
+    fields that it reads; a doubt without a field is ``""``."""
 
     text: str
     _test: Test
@@ -66,8 +67,8 @@ class Escalation:
         return bool(self.doubts)
 
     def decides(self, result: AgentResult[object], output: JsonValue = None) -> bool:
-        """Return whether the row escalates. ``output`` is its output as plain JSON. A function of the user may raise
-        anything."""
+        """Return whether the row escalates. ``output`` is its output as plain JSON. If the rule is a function of the
+        user, it may raise anything."""
         if not result.ok:
             return failed_by_content(result.error)
         try:
@@ -77,7 +78,7 @@ class Escalation:
 
 
 def rule_of(given: str | Function) -> Escalation:
-    """Return the rule that a text or a function gives. Raises SpecError, which shows the place."""
+    """Return the rule for a text or a function. Raises SpecError, which shows the place of the mistake in the text."""
     if callable(given):
         function = given
         name = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', type(function).__name__)}"
@@ -132,7 +133,7 @@ class _Token:
 
 @dataclass(frozen=True, slots=True)
 class _Term:
-    """A value in a rule. ``alone``: it may stand without a comparison. ``is_number``: it is always one."""
+    """A value in a rule. ``alone``: it may stand without a comparison. ``is_number``: it is always a number."""
 
     value: Test
     what: str
@@ -187,7 +188,7 @@ class _RuleReader:
         raise SpecError(f"escalate: {what} (at character {token.at + 1}):\n  {shown}\n  {' ' * token.at}^")
 
     def _is(self, word: str) -> bool:
-        """Take this word or sign if it is next."""
+        """Read this word or sign if it is next. Returns whether it was."""
         if self._now.text != word or self._now.kind not in ("name", "sign"):
             return False
         self._next += 1
@@ -293,7 +294,7 @@ def _known(value: object) -> object:
 
 
 def _at(output: JsonValue, parts: Sequence[str]) -> JsonValue:
-    """Return a field of the output, or of its fields; None if there is none."""
+    """Return a field of the output, or a field within a field; None if it does not exist."""
     for part in parts:
         output = output.get(part) if isinstance(output, Mapping) else None
     return output

@@ -15,8 +15,8 @@ from batch_agent.trust.gold import normalised
 
 @dataclass(frozen=True, slots=True)
 class ExampleRows:
-    """The rows of the examples of a prompt. ``fields`` are those that the task uses; ``keys`` their values, as they are
-    compared: after NFKC, without case, with single spaces."""
+    """The rows that are shown as examples in a prompt. ``fields`` are those that the task uses. ``keys`` are their
+    values in the form in which they are compared: after NFKC, without case, with single spaces."""
 
     fields: tuple[str, ...]
     keys: frozenset[tuple[str, ...]]
@@ -28,7 +28,7 @@ class ExampleRows:
 
     @classmethod
     def of_facts(cls, facts: JsonObject) -> Self | None:
-        """Return the examples that a record names."""
+        """Return the examples that a record describes; None if it has none."""
         known = facts.get("examples")
         if not isinstance(known, dict) or not isinstance(fields := known.get("fields"), list):
             return None

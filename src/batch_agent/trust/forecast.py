@@ -23,8 +23,9 @@ WIDEST = 10.0  # an interval with a larger ratio of its ends says nothing
 
 
 class Workload(NamedTuple):
-    """``threshold``: the place of the one to reach, None if no table can keep the promise. ``audit``: further rows of
-    the audit until then, ``repair``: rows that are sent on there and that people have not judged."""
+    """The work until a promise holds. ``threshold``: the place of the threshold to reach, None if no table can keep the
+    promise. ``audit``: further rows to audit until then. ``repair``: rows that are sent to people at that threshold and
+    that no person has judged."""
 
     threshold: int | None
     audit: int
@@ -36,15 +37,15 @@ class Workload(NamedTuple):
 
 
 def rates(walk: Walk) -> list[float]:
-    """Return, for each threshold, the share of all rows that are kept and wrong, as the audit shows it: a little less,
-    because an audit that takes too long costs less than one that stops too early."""
+    """Return, for each threshold, the share of all rows that keep a wrong answer, as the audit shows it. It is
+    estimated a little low, because an audit that takes too long costs less than one that stops too early."""
     means = [a / (a + b) for a, b in (_belief(walk, wrong) for wrong in walk.wrong)]
     return [max(0.3 * mean, mean - HOPE * math.sqrt(mean * (1 - mean) / (walk.drawn + 1))) for mean in means]
 
 
 def _belief(walk: Walk, wrong: int) -> tuple[float, float]:
-    """Return the parameters of the beta distribution of a share: before enough rows were seen, it is thought to be a
-    half of what the promise allows."""
+    """Return the parameters of the beta distribution of a share. Before enough rows were seen, its mean is half of what
+    the promise allows."""
     few = max(0, FEW - walk.drawn)
     return wrong + 0.5 + few * walk.tables.allowed / 2, walk.drawn - wrong + 0.5 + few * (1 - walk.tables.allowed / 2)
 
@@ -52,9 +53,9 @@ def _belief(walk: Walk, wrong: int) -> tuple[float, float]:
 def plan(
     walk: Walk, done: Sequence[int], shares: Sequence[float] | None = None, *, first: int = 0, repairs: bool = True
 ) -> Workload:
-    """Return the cheapest way to a promise that holds. ``done``: rows in each band that people have judged. ``shares``:
-    the wrong share of the rows that come, for each threshold. ``first``: rows of the audit's first step. ``repairs``:
-    False if the rows that are sent on cost people nothing."""
+    """Return the cheapest way to a promise that holds. ``done``: number of rows in each band that people have judged.
+    ``shares``: expected share of wrong rows among further rows, for each threshold. ``first``: rows of the audit's
+    first step. ``repairs``: False if rows that are sent on cost people nothing."""
     tables = walk.tables
     shares = shares or rates(walk)
     rest = walk.drawn_from - walk.drawn
@@ -88,7 +89,7 @@ def plan(
 
 
 def possible(walk: Walk, done: Sequence[int], judgements: float, *, repairs: bool = True) -> bool:
-    """Return whether the promise can still hold within this number of judgements, if none finds a wrong row."""
+    """Return whether the promise can still hold after this number of judgements, if none of them finds a wrong row."""
     found = plan(walk, done, [0.0] * len(walk.most), repairs=repairs)
     return found.threshold is not None and found.left <= judgements
 
@@ -96,8 +97,8 @@ def possible(walk: Walk, done: Sequence[int], judgements: float, *, repairs: boo
 def interval(
     walk: Walk, done: Sequence[int], *, first: int = 0, repairs: bool = True, draws: int = DRAWS
 ) -> tuple[int, int]:
-    """Return the judgements left, from and to, at 80 %: the plan for quantiles of the shares of wrong rows, which are
-    beta-binomial. Each of them is at the same quantile at all thresholds, which share their rows."""
+    """Return the 80 % interval of the judgements that are left, from plans for many quantiles of the shares of wrong
+    rows (beta-binomial). In one plan all thresholds have the same quantile, because they share their rows."""
     middle = plan(walk, done, first=first, repairs=repairs)
     ahead = max(20, middle.audit)
     found = []

@@ -20,27 +20,29 @@ SHORT = 64  # characters of a text that can be compared; the schema must say so
 
 @dataclass(frozen=True, slots=True)
 class ReviewForm:
-    """``fields`` are those of the answers; the only one of an answer without fields is ``output``. ``wanted`` are the
-    fields that an audit is about; empty: all that can be judged."""
+    """The form of an answer. ``fields`` are the fields of the answers; the only field of an answer without fields is
+    ``output``. ``wanted`` are the fields that an audit asks for; empty means all that can be compared."""
 
     fields: Sequence[GoldField]
     whole: bool  # the answer is the value of its only field
     wanted: frozenset[str] = frozenset()
 
     def is_judged(self, field: GoldField) -> bool:
-        """Return whether answers of a field can be compared, and an audit asks for it."""
+        """Return whether an audit asks for this field, and its values can be compared."""
         longest = field.schema.get("maxLength")
         short = field.kind == "text" and isinstance(longest, int) and longest <= SHORT
         comparable = short or field.kind in ("class", "boolean", "integer", "number")
         return comparable and (not self.wanted or field.name in self.wanted)
 
     def required(self, queue: Queue) -> list[GoldField]:
-        """Return the fields without which an answer is not complete. Without judged fields, an audit needs all."""
+        """Return the fields without which an answer is incomplete. An audit without judged fields requires all
+        fields."""
         judged = [field for field in self.fields if self.is_judged(field)]
         return judged if queue == AUDIT and judged else [*self.fields]
 
     def same(self, one: JsonValue, other: JsonValue) -> bool:
-        """Return whether two answers are the same, by the fields that can be compared, or by all of them."""
+        """Return whether two answers are the same. Only the fields that can be compared count; if there are none, all
+        fields."""
         fields = [field for field in self.fields if self.is_judged(field)] or self.fields
         return all(_same(field, self.value(field, one), self.value(field, other)) for field in fields)
 
@@ -51,8 +53,8 @@ class ReviewForm:
         return output.get(field.name) if isinstance(output, dict) else None
 
     def read(self, given: JsonValue, queue: Queue) -> JsonValue:
-        """Return the answer that a person gave: values, or texts of a table that mean values. Raises ValueError, which
-        names the field and what is allowed."""
+        """Return the answer that a person gave, as values of the fields; texts of a table are converted. Raises
+        ValueError, which names the field and what is allowed."""
         cells = {OUTPUT: given} if self.whole else given
         if not isinstance(cells, Mapping):
             raise ValueError(f"an answer has the fields {', '.join(field.name for field in self.fields)}")
@@ -74,8 +76,8 @@ class ReviewForm:
         return found.get(OUTPUT) if self.whole else found
 
     def merged(self, model: JsonValue, people: JsonValue) -> JsonValue:
-        """Return the answer that is delivered: that of people, with the fields that they left open as the model has
-        them."""
+        """Return the answer that is delivered: the answer of people, with the model's values in the fields that they
+        left empty."""
         return {**model, **people} if isinstance(model, dict) and isinstance(people, dict) else people
 
     def to_json(self) -> JsonObject:
@@ -116,7 +118,7 @@ def _described(field: GoldField) -> str:
 
 
 class Draft:
-    """An answer while a person gives it. In a repair it begins with that of the model."""
+    """An answer that a person is giving. In a repair it begins as the answer of the model."""
 
     def __init__(self, form: ReviewForm, queue: Queue, model: JsonValue = None) -> None:
         self.form, self.queue = form, queue
@@ -132,17 +134,17 @@ class Draft:
 
     @property
     def field(self) -> GoldField | None:
-        """The field whose values have keys now; None if no field has a choice of values."""
+        """The field whose values can be chosen with a key now; None if no field has a list of values."""
         return self.classes[self._at] if self.classes else None
 
     @property
     def choices(self) -> list[JsonValue]:
-        """The values that have keys now, in the order of the schema."""
+        """The values that can be chosen with a key now, in the order of the schema."""
         return [] if self.field is None else _values(self.field)
 
     def choose(self, value: JsonValue) -> bool:
-        """Set the field to a value, and go to the next field. True: there is no other choice, and nothing is missing,
-        so that the answer is given."""
+        """Set the field to a value, and go to the next field. Returns True if the answer is complete and no other field
+        has a list of values: it is then given."""
         assert self.field is not None, "there is a choice"
         self.values[self.field.name] = value
         only = len(self.classes) == 1

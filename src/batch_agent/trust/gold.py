@@ -33,7 +33,8 @@ _STEP = re.compile(r"[^.\[\]]+")
 @dataclass(frozen=True, slots=True)
 class GoldField:
     """A field of the answers. ``kind`` says how a cell is read and when an answer is right. ``allowed``: the values of
-    a class. ``check`` raises for a value that the schema does not allow. ``judge`` decides instead of equality."""
+    a class. ``check`` raises for a value that the schema does not allow. If ``judge`` is set, it decides whether an
+    answer is right."""
 
     name: str
     kind: Kind
@@ -49,7 +50,7 @@ class GoldField:
         return self.kind in ("integer", "number")
 
     def read(self, cell: object) -> JsonValue:
-        """Return the value of a cell that is not empty. Raises ValueError with what is allowed."""
+        """Return the value of a cell that is not empty. Raises ValueError, which says what is allowed."""
         text = cell.strip() if isinstance(cell, str) else None
         if text == NULL and self.nullable and None not in self.allowed:
             return None
@@ -115,7 +116,7 @@ class GoldField:
             return text
 
     def right(self, answer: JsonValue, gold: JsonValue) -> bool:
-        """Return whether an answer is right. Raises SpecError if the user's function does not say."""
+        """Return whether an answer is right. Raises SpecError if the user's function returns no truth value."""
         if self.judge is not None:
             return _judged(self, answer, gold)
         if answer is None or gold is None:
@@ -133,7 +134,7 @@ class GoldField:
         return normalised(value) if self.kind == "text" and isinstance(value, str) else class_name(value)
 
     def take(self, output: JsonValue) -> JsonValue:
-        """Return this field of an answer; None if it is not there."""
+        """Return this field of an answer; None if the answer does not have it."""
         if self.name == OUTPUT and not (isinstance(output, dict) and OUTPUT in output):
             return output
         if isinstance(output, dict) and self.name in output:
@@ -148,7 +149,7 @@ class GoldField:
         return output
 
     def typed_by(self, answers: Iterable[JsonValue]) -> GoldField:
-        """Return the field with the type of these answers, if it has none yet."""
+        """Return the field with the type of these answers; unchanged if it has a type."""
         if self.kind != "unknown":
             return self
         kinds = {_kind_of_value(answer) for answer in answers if answer is not None}
@@ -162,7 +163,7 @@ def right(field: GoldField, answer: JsonValue, gold: JsonValue) -> bool:
 
 
 def normalised(text: str) -> str:
-    """Return a text as it is compared: after NFKC, without case, with single spaces."""
+    """Return a text in the form in which texts are compared: after NFKC, without case, with single spaces."""
     return " ".join(unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold()).split())
 
 
@@ -183,7 +184,7 @@ def class_name(value: JsonValue) -> str:
 
 
 def steps_of(name: str) -> list[str]:
-    """Return the steps of a place in an answer: ``address.city`` and ``tags[0]``."""
+    """Return the steps of a path in an answer, such as ``address.city`` or ``tags[0]``."""
     return _STEP.findall(name)
 
 
@@ -204,8 +205,8 @@ class Gold:
         self._known: dict[tuple[object, ...], Mapping[str, JsonValue]] = {}  # what texts mean that came before
 
     def read(self, cells: Mapping[str, object]) -> Mapping[str, JsonValue]:
-        """Return the gold of a row by field, without fields whose cell is empty; the same object for equal texts.
-        Raises ValueError, which names the column and the value."""
+        """Return the gold of a row by field, without fields whose cell is empty. Rows with equal texts get the same
+        object. Raises ValueError, which names the column and the value."""
         key = tuple([cells.get(column) for column in self._columns])
         if not all(cell.__class__ is str for cell in key):
             return self._read(cells)
@@ -259,9 +260,9 @@ def gold_of(
     columns: Sequence[str] = (),
     seen: Sequence[str] | None = None,
 ) -> Gold:
-    """Return the fields with gold. ``given`` is a column, or the column of each field; ``columns`` are those of a gold
-    file, which are fields themselves. ``known``: False if the schema of the answers is not known; ``seen`` are then the
-    fields that the answers have, if these are there. Raises SpecError."""
+    """Return the fields with gold. ``given`` is a column, or the column of each field. ``columns`` are the columns of a
+    gold file, each of which is a field. ``known``: False if the schema of the answers is unknown; ``seen`` are then the
+    fields of the answers, if there are answers. Raises SpecError."""
     wanted: Mapping[str, str]
     names = fields_in(schema) if known else seen
     if columns:
@@ -280,19 +281,19 @@ def gold_of(
 
 
 def fields_in(schema: JsonObject | None) -> list[str]:
-    """Return the names of the fields of the answers; none if an answer has no fields."""
+    """Return the names of the fields of the answers; empty if an answer has no fields."""
     node = {} if schema is None else _resolved(schema, schema)[0]
     properties = node.get("properties")
     return [*properties] if isinstance(properties, dict) else []
 
 
 def fields_of_answers(answers: Iterable[JsonValue]) -> list[str]:
-    """Return the names of the fields that some answers have; none if they are no objects."""
+    """Return the names of the fields that some answers have; empty if the answers are no objects."""
     return [*dict.fromkeys(name for answer in answers if isinstance(answer, dict) for name in answer)]
 
 
 def only_field(names: Sequence[str]) -> str:
-    """Return the field of answers with one field or none. Raises SpecError for several."""
+    """Return the field of answers that have at most one. Raises SpecError if there are several."""
     if len(names) > 1:
         raise SpecError(
             f"gold: an answer has {len(names)} fields ({', '.join(names)}): say which column has the gold of which "
@@ -302,7 +303,8 @@ def only_field(names: Sequence[str]) -> str:
 
 
 def field_of(schema: JsonObject | None, name: str, *, known: bool = True) -> GoldField:
-    """Return a field of a schema. None: the answers are text. Raises SpecError if there is no such field."""
+    """Return a field of a schema. A schema of None means that answers are text. Raises SpecError if there is no such
+    field."""
     if not known:
         return GoldField(name, "unknown", nullable=True)
     if schema is None:
@@ -344,7 +346,7 @@ def _inside(node: JsonObject, step: str, root: JsonObject, name: str, reached: s
 
 
 def _resolved(node: JsonObject, root: JsonObject) -> tuple[JsonObject, bool]:
-    """Return a part of a schema behind its references, and whether it may be null."""
+    """Return a part of a schema with its references resolved, and whether it may be null."""
     nullable = False
     for _ in range(100):  # a reference may lead to itself
         if isinstance(reference := node.get("$ref"), str):
@@ -394,7 +396,7 @@ def _typed(name: str, node: JsonObject, nullable: bool, root: JsonObject) -> Gol
 
 
 def _choices(node: JsonObject, root: JsonObject) -> list[JsonValue]:
-    """Return the values of a choice that is written as several options, each with its own values."""
+    """Return the values of a choice that the schema writes as several alternatives, each with values of its own."""
     options, values = node.get("anyOf", node.get("oneOf")), list[JsonValue]()
     for option in options if isinstance(options, list) else ():
         inner = _resolved(option, root)[0] if isinstance(option, dict) else {}
@@ -450,13 +452,13 @@ def _kind_of_value(value: JsonValue) -> Kind:
 
 
 def shown_cell(value: object) -> str:
-    """Return a value for a message."""
+    """Return a value as text for a message."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else f"{text[:59]}…"
 
 
 def named_problems(problems: Iterator[tuple[str, str]], most: int = 5) -> str:
-    """Return the first problems with the rows that have them, as one sentence; "" if there is none."""
+    """Return the first problems, each with the rows that have it, as one sentence; "" if there are none."""
     shown: list[str] = []
     more = 0
     for row, problem in problems:

@@ -33,7 +33,8 @@ class Share(NamedTuple):
 
 
 def clopper_pearson(right: float, rows: float, level: float = LEVEL) -> Interval:
-    """Return the exact two-sided interval of a share. ``rows`` need not be whole: groups reduce it."""
+    """Return the exact two-sided interval of a share. ``rows`` may be a fraction: for grouped rows it is their
+    effective number."""
     tail = (1 - level) / 2
     return Interval(_low(right, rows, tail), 1 - _low(rows - right, rows, tail))
 
@@ -49,8 +50,8 @@ def at_most(right: float, rows: float, level: float = LEVEL) -> float:
 
 
 def share(right: int, rows: int, population: int | None = None) -> Share:
-    """Return a share with its interval and bounds. ``population``: number of rows of the table, of which these are a
-    random sample; the share is that of the table."""
+    """Return a share with its interval and bounds. ``population``: number of rows of the table from which these rows
+    were drawn at random; the interval is then that of the share in the table."""
     if population is None:
         return Share(right, rows, clopper_pearson(right, rows), at_least(right, rows), at_most(right, rows))
     bounds = finite(right, rows, population, 2 * LEVEL - 1)  # each end of it is a one-sided bound
@@ -73,10 +74,11 @@ def f1_of(jaccard: float) -> float:
 
 
 def grouped(groups: Iterable[tuple[int, int]]) -> Share | None:
-    """Return a share of rows that were collected by groups, each given as (right, rows). None below 20 groups.
+    """Return the share of rows that were collected by groups, each given as (right, rows). None below 20 groups.
 
-    Korn and Graubard: the effective number of rows from the variance between groups, then Clopper and Pearson. If all
-    rows are right or all are wrong, the variance says nothing, and the effective number of rows is that of the groups.
+    Korn and Graubard: the effective number of rows follows from the variance between groups; Clopper and Pearson is
+    then applied to it. If all rows are right or all are wrong, the variance says nothing, and the effective number of
+    rows is the number of groups.
     """
     counts = [each for each in groups if each[1]]
     if (number := len(counts)) < FEWEST_GROUPS:
@@ -101,7 +103,7 @@ def grouped(groups: Iterable[tuple[int, int]]) -> Share | None:
 
 
 class Median(NamedTuple):
-    """The median, with the two-sided interval and the one-sided upper bound of the true one."""
+    """A median, with the two-sided interval and the one-sided upper bound of the true median."""
 
     value: float
     interval: Interval
@@ -167,7 +169,7 @@ def _low(right: float, rows: float, tail: float) -> float:
 
 
 def _bisect(reached: Callable[[float], bool], low: float, high: float) -> float:
-    """Return where a monotonic condition becomes true."""
+    """Return the point between ``low`` and ``high`` from which on a monotonic condition is true."""
     while True:
         middle = (low + high) / 2
         if not low < middle < high:

@@ -27,11 +27,12 @@ class KeyedOrder:
         return made.digest()
 
     def first(self, names: Iterable[str], count: int) -> list[int]:
-        """Return the positions of the first ``count`` names of this order, in this order. Equal names are ordered by
-        position."""
+        """Return the positions of the ``count`` names that come first in this order, sorted by this order. Equal names
+        are ordered by position."""
         ranked = ((self.rank(name), position) for position, name in enumerate(names))
         return [position for _, position in heapq.nsmallest(count, ranked)]
 
     def in_first_half(self, name: str) -> bool:
-        """Return whether an id is in the first half of all hashes. Which rows there are does not matter."""
+        """Return whether the hash of an id is in the lower half of all possible hashes. The result does not depend on
+        other rows."""
         return self.rank(name)[0] < 128

@@ -9,7 +9,8 @@ from batch_agent.trust.intervals import LEVEL, Interval, binomial_tail
 
 
 def mcnemar(better: int, worse: int) -> float:
-    """Return the exact two-sided p-value that ``better`` rows changed to right and ``worse`` to wrong by chance."""
+    """Return the exact two-sided p-value of this result if chance alone changed rows: ``better`` rows became right and
+    ``worse`` rows became wrong."""
     changed = better + worse
     return min(1.0, 2 * binomial_tail(max(better, worse), changed, 0.5))
 
@@ -36,7 +37,7 @@ def _upper(better: int, worse: int, rows: int) -> float:
 
 
 def _score(better: int, worse: int, rows: int, delta: float) -> float:
-    """Return the score statistic of a difference: its estimate less ``delta``, over its error at ``delta``."""
+    """Return the score statistic of a difference: (estimate - ``delta``) / standard error at ``delta``."""
     a = 2 * rows
     b = -better - worse + (2 * rows - better + worse) * delta
     c = -worse * delta * (1 - delta)
@@ -47,7 +48,7 @@ def _score(better: int, worse: int, rows: int, delta: float) -> float:
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """Return p-values corrected for their number, each at its own place (Holm)."""
+    """Return the p-values corrected for their number (Holm), in the given order."""
     corrected, largest = [1.0] * len(values), 0.0
     for place, index in enumerate(sorted(range(len(values)), key=values.__getitem__)):
         largest = max(largest, min(1.0, (len(values) - place) * values[index]))
@@ -56,8 +57,8 @@ def holm(values: Sequence[float]) -> list[float]:
 
 
 def smallest_visible(changed: int, rows: int, tests: int = 1) -> float | None:
-    """Return the smallest difference that the exact test could have shown with as many changed rows, or with the fewest
-    that can show one. None if these rows can show none."""
+    """Return the smallest difference that the exact test can show with this number of changed rows, or with the fewest
+    changed rows that can show one. None if no difference of these rows can be shown."""
     level = (1 - LEVEL) / tests
     fewest = next(count for count in range(1, 200) if mcnemar(count, 0) <= level)
     changed = max(changed, fewest)

@@ -40,8 +40,8 @@ FORM = "promise is FIELD.accuracy >= SHARE, such as label.accuracy >= 0.96, or a
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """``text`` is what the user wrote, ``field`` the field of the answers, or ``all``. ``share``: at least this share
-    of the rows is right."""
+    """A promise. ``text`` is what the user wrote, ``field`` the field of the answers, or ``all``. ``share``: the least
+    share of rows that is right."""
 
     text: str
     field: str
@@ -57,7 +57,7 @@ class Promise:
 
 
 def read_promise(text: str) -> Promise:
-    """Return the promise of a text. Raises SpecError."""
+    """Return the promise that a text states. Raises SpecError."""
     wanted = re.sub(r"^\s*(all)\s*(>=|≥)", r"\1.accuracy >=", text)
     try:
         (found,) = read_requirements(wanted)
@@ -74,7 +74,7 @@ def promised_fields(
     promise: Promise, schema: JsonObject | None, tolerance: Mapping[str, float] | None = None
 ) -> tuple[Promise, Mapping[str, GoldField]]:
     """Return the promise with its field, and the fields that people judge. Raises SpecError for a field whose right
-    value two people would not write equally."""
+    value two people may write in different ways."""
     names, field = fields_in(schema), promise.field
     if not field:
         if len(names) > 1:
@@ -121,19 +121,20 @@ def first_step(promise: Promise, pilot: int | None) -> int:
 
 
 def fixed_size(promise: Promise, rows: int) -> int:
-    """Return the number of rows of an audit that decides nothing before its end. More rows cost more answers of the
-    last model, and fewer rows a more careful threshold."""
+    """Return the number of rows of an audit that decides only at its end. With more rows, more answers of the last
+    model are paid; with fewer, the threshold must be more careful."""
     return min(rows, max(first_step(promise, None), math.ceil(FIXED_STEP * math.sqrt(rows))))
 
 
 def most_wrong_of(wrong: int, drawn: int, rows: int, error: float = ERROR) -> int:
-    """Return the largest number of wrong rows of a table that an audit of a fixed size does not refute (exact)."""
+    """Return the largest number of wrong rows of a table that an audit of a fixed size does not refute. The bound is
+    exact."""
     return rows - round(rows * finite(drawn - wrong, drawn, rows, 1 - 2 * error).low)
 
 
 def grid(doubts: Iterable[float], steps: int = GRID) -> tuple[float, ...]:
-    """Return the thresholds for these doubts: all rows are sent on, ``steps`` quantiles, of which the last keeps every
-    row that has a doubt. Equal ones are one."""
+    """Return the thresholds for these doubts: one at which all rows are sent on, and ``steps`` quantiles, the last of
+    which keeps every row that has a doubt. Equal thresholds are listed once."""
     known = sorted(doubts)
     if not known:
         return ALL_SENT, ALL_KEPT
@@ -142,18 +143,20 @@ def grid(doubts: Iterable[float], steps: int = GRID) -> tuple[float, ...]:
 
 
 def band(thresholds: Sequence[float], doubt: float | None) -> int:
-    """Return the first threshold at which a row keeps its answer; their number if none does."""
+    """Return the place of the first threshold at which a row keeps its answer; the number of thresholds if there is
+    none."""
     return len(thresholds) if doubt is None else bisect_left(thresholds, doubt)
 
 
 def people_error(differed: int, twice: int, given: float = PEOPLE_ERROR) -> float:
-    """Return the share of repaired rows that count as wrong: half of the differences of two people, from 30 rows on."""
+    """Return the share of repaired rows that count as wrong: half of the share in which two people differed, once two
+    people have judged 30 rows; before that, ``given``."""
     return differed / (2 * twice) if twice >= TWICE else given
 
 
 def outcomes_in_order(outcomes: Iterable[T | None]) -> Iterator[T]:
-    """Yield the outcomes of the audit's rows, in the order of the audit, before the first that is still open: one that
-    was passed over would often be a hard one."""
+    """Yield the outcomes of the audit's rows in the order of the audit, up to the first row that is still open. Rows
+    behind it do not count yet: rows that take long are often the hard ones."""
     for each in outcomes:
         if each is None:
             return
@@ -162,8 +165,9 @@ def outcomes_in_order(outcomes: Iterable[T | None]) -> Iterator[T]:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """The tables that the thresholds make of a run. ``rows``: all of them, ``sent``: rows that are sent on at each
-    threshold. ``lost``: rows that are wrong at each, whatever the audit shows: without an answer at the end."""
+    """The tables that the thresholds make of a run. ``rows``: number of all rows. ``sent``: number of rows that are
+    sent on at each threshold. ``lost``: number of rows that are wrong at each threshold whatever the audit shows,
+    because they have no answer at the end."""
 
     promise: Promise
     rows: int
@@ -184,7 +188,8 @@ class Tables:
         *,
         by_people: bool = True,
     ) -> Tables:
-        """``bands``: the number of rows in each band, the last one those that no threshold keeps."""
+        """Return the tables. ``bands``: number of rows in each band; the last band has the rows that no threshold
+        keeps."""
         left, sent = sum(bands), []
         for count in bands[:-1]:
             left -= count
@@ -197,12 +202,14 @@ class Tables:
         return 1 - float(self.promise.share)
 
     def sent_wrong(self, place: int) -> float:
-        """Return how many rows count as wrong beside those that are kept."""
+        """Return how many rows count as wrong apart from those that are kept: the rows without an answer at the end,
+        and a part of those that are sent on."""
         lost, sent = self.lost[place], self.sent[place]
         return lost + self.error * max(0, sent - lost) + self.before_wrong
 
     def most(self) -> list[int]:
-        """Return, for each threshold, how many of the kept rows may be wrong; negative if none may be sent on."""
+        """Return, for each threshold, how many of the kept rows may be wrong; negative if the promise fails even when
+        all of them are right."""
         error = Fraction(str(self.error))
         allowed = self.promise.most_wrong(self.rows) - Fraction(str(self.before_wrong))
         pairs = zip(self.sent, self.lost, strict=True)
@@ -211,9 +218,9 @@ class Tables:
 
 class Walk:
     """The tests of the tables, in their order. Rows are added in the order of the audit. ``passed`` is the last
-    threshold whose table keeps the promise, or None; ``next`` the one that further rows work for, or None behind the
-    last. ``fixed``: the rows of an audit whose size was fixed before its first row. Nothing is decided before its end,
-    so a bound for one look is enough, which is tighter."""
+    threshold whose table keeps the promise, or None; ``next`` is the threshold that further rows work for, None after
+    the last one. ``fixed``: number of rows of an audit whose size was fixed before its first row. Nothing is decided
+    before the end of such an audit, so that a bound for one look is enough, which is tighter."""
 
     def __init__(self, tables: Tables, error: float = ERROR, fixed: int | None = None) -> None:
         self.tables = tables
@@ -234,7 +241,8 @@ class Walk:
         return self._place if self._place < len(self.most) else None
 
     def add(self, band: int, *, wrong: bool, sent_wrong: bool = False) -> None:
-        """Count an audited row. ``wrong``: its answer is, if it stays; ``sent_wrong``: it is if the row is sent on."""
+        """Count an audited row. ``wrong``: its answer is wrong if the row keeps it. ``sent_wrong``: the row is wrong if
+        it is sent on."""
         self.drawn += 1
         self.seen[band] += 1
         if wrong:
@@ -270,12 +278,12 @@ class Walk:
         return at_most(self.wrong[place], self.drawn, self.drawn_from, self._b, self.error)
 
     def _could_be_wrong(self, place: int) -> int:
-        """Return how many rows the audit could find wrong: of rows that people repair, none."""
+        """Return how many rows the audit could find wrong: only the kept ones if people repair the others, else all."""
         return self.tables.rows - self.tables.sent[place] if self.tables.by_people else self.tables.rows
 
     def bound(self, place: int, now: Tables | None = None) -> float:
-        """Return the share of wrong rows of a table, at most. ``now``: the tables as they are, with repairs that are
-        not done yet."""
+        """Return the upper bound of the share of wrong rows of a table. ``now``: the tables at this moment, in which
+        not all repairs are done; None: as if all were done."""
         tables = self.tables
         kept = min(self._at_most(place), self._could_be_wrong(place))
         if place == self.passed:
@@ -283,7 +291,7 @@ class Walk:
         return (kept + (now or tables).sent_wrong(place)) / tables.rows if tables.rows else 0.0
 
     def measured(self, place: int) -> float:
-        """Return the share of wrong rows of a table, as the audit shows it."""
+        """Return the share of wrong rows of a table that the audit has measured."""
         tables = self.tables
         shown = self.wrong[place] / self.drawn if self.drawn else 0.0
         return shown + (tables.sent_wrong(place) / tables.rows if tables.rows else 0.0)

@@ -27,7 +27,7 @@ _FORM = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """``text`` is what the user wrote. ``field`` is "" if it names none."""
+    """A requirement. ``text`` is what the user wrote. ``field`` is "" if the text names no field."""
 
     text: str
     field: str
@@ -71,7 +71,7 @@ class Requirement:
                 raise SpecError(f"require: {self.text!r}: {each.name} has no class {self.of!r}: {', '.join(names)}")
 
     def test(self, score: Score) -> tuple[JsonObject, str]:
-        """Return the result as JSON, and why it is not met, or ""."""
+        """Return the result as JSON, and the reason why the requirement is not met; "" if it is."""
         value, low, high, counts = self._measured(score)
         decisive = low if self.operator == ">=" else high
         met = decisive is not None and (decisive >= self.number if self.operator == ">=" else decisive <= self.number)
@@ -111,7 +111,8 @@ class Requirement:
 
 
 def read_requirements(texts: str | Sequence[str]) -> list[Requirement]:
-    """Return what is required. Raises SpecError for what cannot be read, with the list of what can be required."""
+    """Return the requirements of these texts. Raises SpecError for a text that cannot be read, and lists what can be
+    required."""
     return [_read(text) for text in ([texts] if isinstance(texts, str) else texts)]
 
 
@@ -121,7 +122,7 @@ def check_requirements(requirements: Iterable[Requirement], fields: Mapping[str,
 
 
 def with_required(score: Score, requirements: Sequence[Requirement]) -> Score:
-    """Return the score with what is required of it."""
+    """Return the score with the results of its requirements."""
     results = [each.test(score) for each in requirements]
     return replace(score, required=[found for found, _ in results], unmet=[why for _, why in results if why])
 

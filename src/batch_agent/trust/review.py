@@ -35,13 +35,13 @@ JUDGES = 3  # the third decides
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A line of the log. ``row`` is the position of a row, ``input`` a digest of its input when it was shown.
+    """One line of the log. ``row`` is the position of a row, ``input`` a digest of its input when it was shown.
 
-    ``answer``, ``none`` (no right answer exists) and ``skip`` are a person's. ``undo`` takes back the event ``undoes``.
-    ``lease`` gives a row to a person ``until`` a time; None: until it is judged or freed. ``audit`` says that the
-    first ``rows`` rows of the order are audited. ``thresholds`` begins the audit of a promise: its key is the ``id``,
-    ``input`` identifies what was asked, ``rows`` rows of the order come before it, and ``output`` are the thresholds.
-    ``frozen`` is the answer of a row that this audit is about.
+    ``answer``, ``none`` (no right answer exists) and ``skip`` are a person's. ``undo`` takes back the event whose id is
+    ``undoes``. ``lease`` gives a row to a person ``until`` a time; None: until it is judged or freed. ``audit`` says
+    that the first ``rows`` rows of the order are audited. ``thresholds`` begins the audit of a promise: ``id`` is the
+    key of the order, ``input`` identifies what was asked, ``rows`` rows of the order come before this audit, and
+    ``output`` has the thresholds. ``frozen`` is the answer of a row that this audit judges.
     """
 
     n: int
@@ -59,9 +59,9 @@ class Event:
 
 
 class PeopleVerdict(NamedTuple):
-    """What people say of a row in a queue. ``open``: no person has judged it. ``skipped``: it was skipped twice, which
-    counts as wrong. ``disputed``: two differ, and a third decides; until then it is wrong. ``judges`` is the number of
-    people who judged it."""
+    """The verdict of people on a row in a queue. ``open``: no person has judged it. ``skipped``: it was skipped twice,
+    which counts as wrong. ``disputed``: two people differ, and a third one decides; until then it is wrong. ``judges``
+    is the number of people who judged it."""
 
     kind: VerdictKind = "open"
     output: JsonValue = None
@@ -69,12 +69,13 @@ class PeopleVerdict(NamedTuple):
 
     @property
     def decided(self) -> bool:
-        """Whether there is an answer that counts, or it is said that there is none."""
+        """Whether the row has an answer that counts, or people said that no right answer exists."""
         return self.kind in ("answer", "none")
 
 
 class ReviewRow(NamedTuple):
-    """A row in a queue, as a reader of the record knows it now. ``input`` is the digest of its input; "": unknown."""
+    """A row in a queue, as the reader of the record shows it now. ``input`` is the digest of its input; "" if it is
+    unknown."""
 
     row: int
     id: str
@@ -83,9 +84,9 @@ class ReviewRow(NamedTuple):
 
 
 class Left(NamedTuple):
-    """Rows of a queue. ``open``: no person has judged them. ``disputed``: two people differ. ``second``: they wait for
-    a second person. ``yours``: those of all these that this person may judge. ``judged``: with a judgement, or
-    skipped for good."""
+    """Counts of rows in a queue. ``open``: no person has judged them. ``disputed``: two people differ. ``second``: they
+    wait for a second person. ``yours``: those of the three kinds above that this person may judge. ``judged``: they
+    have a judgement, or were skipped for good."""
 
     open: int = 0
     disputed: int = 0
@@ -96,7 +97,7 @@ class Left(NamedTuple):
 
 @lru_cache(4096)
 def person(name: str) -> str:
-    """Return what identifies a person: a name is the same in any case and spacing."""
+    """Return the key of a person: names that differ only in case or spaces are the same person."""
     return normalised(name)
 
 
@@ -109,7 +110,8 @@ class _Judged:
     leases: dict[str, Event] = field(default_factory=dict)  # person → latest; it stays when its time is over
 
     def of(self, digest: str) -> tuple[list[Event], list[Event]]:
-        """Return the judgements and skips of the row as it is now: an edit of the row voids those before it."""
+        """Return the judgements and the skips of the row that count: those of the input with this digest, or all if the
+        digest is ""."""
         if not digest:
             return self.standing, self.skips
         return [each for each in self.standing if each.input == digest], [
@@ -118,8 +120,8 @@ class _Judged:
 
 
 class Review:
-    """``same`` says whether two answers are the same, ``fits`` whether an answer in a queue is one by the schema of
-    now. ``overlap`` is the share of rows that two people judge."""
+    """The state of a review. ``same`` returns whether two answers are the same. ``fits`` returns whether an answer in a
+    queue is valid under the present schema. ``overlap`` is the share of rows that two people judge."""
 
     def __init__(
         self,
@@ -149,7 +151,7 @@ class Review:
         self.frozen: dict[int, Event] = {}  # the answers that the audit of a promise is about, by row
 
     def add(self, events: Iterable[Event]) -> None:
-        """Take the next events of the log."""
+        """Apply the next events of the log."""
         for event in events:
             self._add(event)
 
@@ -193,7 +195,7 @@ class Review:
         self._events[event.n] = event
 
     def _undo(self, event: Event, who: str) -> None:
-        """Take back an event. Only its own person can do that."""
+        """Take back an event. Only the person who made it can do that."""
         undone = self._events.get(event.undoes)
         if undone is None or person(undone.who) != who:
             return
@@ -206,7 +208,8 @@ class Review:
     # Rows
 
     def verdict(self, row: int, queue: Queue, digest: str = "") -> PeopleVerdict:
-        """Return what people say of a row. ``digest`` is that of its input now: judgements of another are void."""
+        """Return the verdict of people on a row. ``digest`` is that of its present input: judgements of another input
+        do not count."""
         judged = self._rows.get((row, queue))
         if judged is None:
             return PeopleVerdict()
@@ -221,12 +224,12 @@ class Review:
         return PeopleVerdict("answer" if first.kind == "answer" else "none", first.output, len(standing))
 
     def judges(self, row: int, queue: Queue) -> list[str]:
-        """Return the names of those whose judgement of a row stands."""
+        """Return the names of the people whose judgement of a row counts."""
         judged = self._rows.get((row, queue))
         return [] if judged is None else [each.who for each in judged.standing]
 
     def void(self, row: int, queue: Queue, digest: str) -> int:
-        """Return how many judgements of a row do not count, because its input is another now."""
+        """Return how many judgements of a row do not count because its input has changed since."""
         judged = self._rows.get((row, queue))
         return 0 if judged is None else sum(each.input != digest for each in judged.standing)
 
@@ -235,12 +238,13 @@ class Review:
         return (key for key, judged in self._rows.items() if judged.standing or judged.skips)
 
     def judgements_of(self, row: int) -> list[Event]:
-        """Return the judgements of a row that stand, in both queues."""
+        """Return the judgements of a row that count, in both queues."""
         every = (self._rows.get((row, queue)) for queue in QUEUES)
         return [event for judged in every if judged is not None for event in judged.standing]
 
     def overlaps(self, name: str) -> bool:
-        """Return whether two people judge the row with this id. A hash draws it, so it cannot be chosen."""
+        """Return whether two people judge the row with this id. A hash of the id decides, so that people cannot
+        choose."""
         return int.from_bytes(self._order.rank(name)[:8]) < self._overlap * 2**64
 
     def _agree(self, one: Event, other: Event) -> bool:
@@ -259,7 +263,8 @@ class Review:
         return sum(_holds(lease, now) for name, lease in judged.leases.items() if name != who)
 
     def may_judge(self, place: ReviewRow, name: str, now: float | None) -> bool:
-        """Return whether a person may get a row now. ``now`` None: or later, when the leases of others are over."""
+        """Return whether a person may get a row now. ``now`` None: whether the person may get it at any time, after the
+        leases of other people."""
         return self._may(place, person(name), now)
 
     def _may(self, place: ReviewRow, who: str, now: float | None) -> bool:
@@ -275,8 +280,8 @@ class Review:
     # A person
 
     def next_of(self, places: Iterable[ReviewRow], name: str, now: float) -> ReviewRow | None:
-        """Return the row that a person gets next: the one that the person holds, else the first that waits; rows that
-        the person has skipped come last."""
+        """Return the row that a person gets next: the one that the person holds, else the first that waits. Rows that
+        the person has skipped come last. None if there is no row."""
         who = person(name)
         first = None
         last = None
@@ -301,8 +306,8 @@ class Review:
         return first or last
 
     def refusal(self, place: ReviewRow, name: str) -> str:
-        """Return why a person cannot judge a row; "" if that is possible. An answer after the end of the lease counts
-        if no other person has answered, else as a second one."""
+        """Return the reason why a person cannot judge a row; "" if the person can. An answer after the end of the lease
+        counts if no other person has answered; otherwise it counts as a second answer."""
         who = person(name)
         judged = self._rows.get((place.row, place.queue))
         standing = [] if judged is None else judged.of(place.input)[0]
@@ -317,23 +322,24 @@ class Review:
         return ""
 
     def last_of(self, name: str) -> Event | None:
-        """Return the latest judgement or skip of a person that stands."""
+        """Return the latest judgement or skip of a person that was not taken back; None if there is none."""
         own = self._own.get(person(name))
         return own[-1] if own else None
 
     def own_answer(self, place: ReviewRow, name: str) -> Event | None:
-        """Return what a person has said of a row."""
+        """Return the judgement or skip of a row by this person; None if there is none."""
         judged = self._rows.get((place.row, place.queue))
         own = () if judged is None else judged.of(place.input)[0]
         return next((each for each in own if person(each.who) == person(name)), None)
 
     def held_by(self, name: str, now: float, *, for_good: bool = False) -> list[Event]:
-        """Return the leases of a person; with ``for_good`` only those without an end, which a file has taken."""
+        """Return the leases that a person has now. ``for_good``: only leases without an end, of rows that were written
+        to a file for this person."""
         found = (judged.leases.get(person(name)) for judged in self._rows.values())
         return [each for each in found if each and _holds(each, now) and (each.until is None or not for_good)]
 
     def holds(self, row: ReviewRow, name: str, now: float) -> bool:
-        """Return whether a row is a person's own now."""
+        """Return whether a person holds the lease of a row now."""
         judged = self._rows.get((row.row, row.queue))
         lease = None if judged is None else judged.leases.get(person(name))
         return lease is not None and _holds(lease, now)
@@ -349,7 +355,7 @@ class Review:
     # Numbers
 
     def left(self, places: Iterable[ReviewRow], name: str = "") -> dict[Queue, Left]:
-        """Return what is left of each queue."""
+        """Return the counts of rows that are left in each queue."""
         counts = {queue: [0] * len(Left._fields) for queue in QUEUES}
         who = person(name)
         for place in places:
@@ -367,17 +373,17 @@ class Review:
 
     @property
     def people(self) -> list[str]:
-        """The names of those who have judged."""
+        """The names of the people who have judged."""
         return [name for who, name in self.names.items() if self._own.get(who)]
 
     @property
     def judgements(self) -> int:
-        """The number of judgements that stand, second and third ones included."""
+        """The number of judgements that count, with second and third ones."""
         return sum(len(judged.standing) for judged in self._rows.values())
 
     def agreement(self, queue: Queue | None = None) -> Share | None:
-        """Return the share of the rows with two judgements in which both are the same, with its exact interval; None
-        if no row has two. Judgements before and after an edit of the row are of two rows."""
+        """Return the share of rows with two judgements in which both are the same, with its exact interval; None if no
+        row has two judgements. A row whose input changed counts as another row."""
         rows = (
             [each for each in judged.standing if each.input == judged.standing[-1].input]
             for (_, own), judged in self._rows.items()

@@ -36,8 +36,8 @@ Basis = Literal["random", "counted", "chosen"]
 
 
 class Estimate(NamedTuple):
-    """A share: ``right`` of ``rows`` is ``value``, None without rows. ``interval`` is two-sided; ``at_least`` and
-    ``at_most`` are one-sided bounds. All at 95 %; None below 20 groups."""
+    """A share. ``value`` is ``right`` / ``rows``, None if there are no rows. ``interval`` is two-sided; ``at_least``
+    and ``at_most`` are one-sided bounds. All three are at 95 %, and None below 20 groups."""
 
     right: int
     rows: int
@@ -52,7 +52,8 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ClassScore:
-    """``rows`` have this class as gold, ``answers`` got it, ``right`` both."""
+    """The score of a class. ``rows``: rows with this class as gold. ``answers``: rows that were answered with it.
+    ``right``: rows that are both."""
 
     rows: int
     answers: int
@@ -151,8 +152,8 @@ class FieldScore:
 
 @dataclass(frozen=True, slots=True)
 class WrongRow:
-    """A row with a wrong answer: its id, the fields that are wrong with gold and answer, and the doubt of the answer,
-    if it is known. ``error``: why it failed."""
+    """A row with a wrong answer: its id, the wrong fields with gold and answer, and the doubt of the answer, if it is
+    known. ``error``: why the row failed, if it did."""
 
     name: str
     index: int | None
@@ -168,7 +169,7 @@ class WrongRow:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How many answers are right. ``score["mood"]`` is the score of a field; print it for all."""
+    """How many answers are right. ``score["mood"]`` is the score of one field; ``print(score)`` shows all fields."""
 
     fields: Mapping[str, FieldScore]
     all: FieldScore
@@ -195,7 +196,7 @@ class Score:
 
     @property
     def sample(self) -> str:
-        """What the score is of, in words."""
+        """Words that say which rows the score is about."""
         if self.basis == "counted":
             return COUNTED
         if self.basis == "chosen":
@@ -258,7 +259,7 @@ class _Marks:
 
 
 class _Tally:
-    """The counts of a field. ``each`` is None for all fields together."""
+    """The counts of a field. ``each`` is None if the tally is that of all fields together."""
 
     def __init__(self, each: GoldField | None) -> None:
         self.field = each
@@ -288,7 +289,7 @@ class _Tally:
     def add(
         self, group: object, gold: JsonValue, answer: JsonValue, state: tuple[bool, bool, bool], times: int
     ) -> None:
-        """``state``: whether the row is ok, the answer is right, and there is one."""
+        """Count a row. ``state``: whether the row is ok, whether its answer is right, and whether it has an answer."""
         ok, is_right, answered = state
         marks = self.groups[group]
         marks.rows += times
@@ -414,20 +415,23 @@ class _Tally:
 
 
 class _Frame:
-    """How shares are estimated: of a counted table, a random sample, groups or rows of their own."""
+    """How shares are estimated: as those of a table that was counted, of a random sample, of groups, or of independent
+    rows."""
 
     def __init__(self, basis: Basis, population: int | None, *, grouped: bool) -> None:
         self.basis, self.population = basis, population
         self.grouped = grouped and basis == "chosen"  # a random sample of the table is never widened
 
     def of_rows(self, counts: Mapping[object, tuple[int, int]]) -> Estimate:
-        """Return the share of rows, of which those of the table are a sample."""
+        """Return a share of all rows. If they are a random sample of a table, the interval is that of the share in the
+        table."""
         rows = sum(each[1] for each in counts.values())
         sampled = self.basis == "random" and self.population is not None and self.population >= rows
         return self._estimate(counts, self.population if sampled else None)
 
     def of_some(self, counts: Mapping[object, tuple[int, int]]) -> Estimate:
-        """Return the share of rows whose number is not known before, such as those that got a class."""
+        """Return a share of rows whose number is not fixed in advance, such as the rows that were answered with a
+        class."""
         return self._estimate(counts, None)
 
     def _estimate(self, counts: Mapping[object, tuple[int, int]], population: int | None) -> Estimate:
@@ -444,8 +448,8 @@ class _Frame:
 
 
 class Scorer:
-    """Takes rows with gold, and returns their score. ``grouped``: each row has a group. ``keeps_wrong``: the wrong rows
-    are kept."""
+    """Takes rows with gold, and returns their score. ``grouped``: each row has a group. ``keeps_wrong``: wrong rows are
+    stored for display."""
 
     def __init__(
         self,
@@ -506,7 +510,7 @@ class Scorer:
         by: object = None,
         times: int = 1,
     ) -> dict[str, tuple[JsonValue, JsonValue]]:
-        """Count equal rows, without their ids. Returns the fields that are wrong, with gold and answer."""
+        """Count ``times`` equal rows, without their ids. Returns the wrong fields, with gold and answer."""
         wrong: dict[str, tuple[JsonValue, JsonValue]] = {}
         answered = ok
         outputs: dict[str, tuple[JsonValue, bool, bool]] = {}
@@ -549,7 +553,7 @@ class Scorer:
         opened: bool = False,
         notes: Sequence[str] = (),
     ) -> Score:
-        """Return the score. ``population``: number of rows of the table that these rows are a random sample of."""
+        """Return the score. ``population``: number of rows of the table from which these rows were drawn at random."""
         complete = population is not None and population <= self.rows and not (self.pending or sealed)
         if basis == "random" and complete:
             basis = "counted"
@@ -597,12 +601,13 @@ class Scorer:
 
 
 def gold_text(value: JsonValue) -> str:
-    """Return gold as it is in a digest."""
+    """Return gold as text, in the form that is hashed."""
     return f"{type(value).__name__}:{class_name(value)}"
 
 
 def gold_digests(name: str, gold: Mapping[str, JsonValue]) -> dict[str, int]:
-    """Return numbers for an id and its gold, by field. Their sum identifies rows in any order."""
+    """Return one number per field for an id and its gold. The sum of these numbers identifies a set of rows, in any
+    order."""
     found = {}
     for each, value in gold.items():
         text = f"{len(name)}:{name}{gold_text(value)}"
@@ -617,7 +622,8 @@ def _class_score(
     pending: Mapping[object, Counter[str]],
     frame: _Frame,
 ) -> ClassScore:
-    """Return the score of a class. An unfinished row that has it counts as wrong in the bounds, like a failed one."""
+    """Return the score of a class. In the bounds, an unfinished row with this class as gold counts as wrong, like a
+    failed row."""
     answered, has, either = [dict[object, tuple[int, int]]() for _ in range(3)]
     rows = answers = right = 0
     for group, counts in pairs.items():
@@ -664,7 +670,8 @@ def _in_order(each: GoldField) -> Callable[[str], tuple[int, float, str]]:
 
 
 def _certain_first(row: WrongRow) -> tuple[int, float]:
-    """Return the key that sorts wrong rows: certain answers first, then those without doubt, then failed rows."""
+    """Return the key that sorts wrong rows: first those with the lowest doubt, then those without a doubt, then failed
+    rows."""
     if row.error is not None:
         return 2, 0.0
     return (1, 0.0) if row.doubt is None else (0, row.doubt)

@@ -15,12 +15,12 @@ LONGEST = 60  # characters of a value
 
 
 def score_lines(score: Score, *, details: bool = True) -> list[str]:
-    """Return the score in lines. Without ``details``: one line per field, and what the score is of."""
+    """Return the score in lines. Without ``details``: one line per field, and one that says which rows were scored."""
     return [*_lines(score, details)]
 
 
 def brief_lines(score: JsonObject) -> Iterator[str]:
-    """Yield a line per field of a score as JSON, and what it is of."""
+    """Yield a line for each field of a score, which is given as JSON, and a line that says which rows were scored."""
     fields = score.get("fields")
     every = {**fields, **({ALL: score.get("all")} if len(fields) > 1 else {})} if isinstance(fields, dict) else {}
     for name, found in every.items():
@@ -179,7 +179,7 @@ def _share(share: Estimate) -> str:
 
 
 def _is_counted(value: float | None, interval: Interval | None) -> bool:
-    """Return whether a share is that of all rows, and not estimated."""
+    """Return whether a share was counted over all rows, and not estimated from some."""
     return interval is not None and interval.low == interval.high == value
 
 
@@ -188,13 +188,13 @@ def _interval(interval: Interval) -> str:
 
 
 def _down(value: float) -> str:
-    """Return a lower bound, rounded down: rounding up would promise more."""
+    """Return a lower bound as text, rounded down: rounded up, it would promise more than was measured."""
     digits = 4 if 0.99 <= value < 1 else 2
     return f"{math.floor(value * 10**digits + 1e-9) / 10**digits:.{digits}f}"
 
 
 def _value(value: float) -> str:
-    """Return a share. One that is not 1 does not look like 1."""
+    """Return a share as text. A share below 1 is never shown as 1."""
     return f"{value:.2f}" if value < 0.99 or value == 1 else f"{math.floor(value * 10_000) / 10_000:.4f}"
 
 

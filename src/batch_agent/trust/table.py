@@ -37,7 +37,7 @@ Judge = Callable[[JsonValue, JsonValue], object]
 
 @dataclass(frozen=True, slots=True)
 class ScoreOptions:
-    """How rows are scored, beside their gold: ``groups`` and ``by`` are columns of the rows."""
+    """How rows are scored, apart from their gold: ``groups`` and ``by`` are columns of the rows."""
 
     tolerance: Mapping[str, float] = field(default_factory=dict)
     judges: Mapping[str, Judge] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class ScoreOptions:
 
 @dataclass(frozen=True, slots=True)
 class GoldRow:
-    """``index`` is the position of the row in the inputs, or None if it is known by its id only."""
+    """A row with gold. ``index`` is its position in the inputs, or None if only its id is known."""
 
     name: str
     index: int | None
@@ -58,8 +58,9 @@ class GoldRow:
 
 
 class GoldTable:
-    """Rows with gold. ``by_name``: results are joined by their ids, else by their positions in the inputs. A row takes
-    two bytes beside its id if all rows have gold: equal gold is kept once, and the place of a row is its position."""
+    """Rows with gold. ``by_name``: results are joined by their ids, otherwise by their positions in the inputs. Equal
+    gold is kept once. If all rows have gold, a row takes two bytes beside its id, and its place in the table is its
+    position."""
 
     def __init__(self, *, by_name: bool = False) -> None:
         self.by_name = by_name
@@ -108,7 +109,7 @@ class GoldTable:
                 self._of_index[index] = place + 1
 
     def _code(self, values: Mapping[str, JsonValue]) -> int:
-        """Return the number of some gold."""
+        """Return the number that stands for this gold."""
         text = json.dumps(values)
         code = self._known.get(text)
         if code is None:
@@ -118,14 +119,14 @@ class GoldTable:
         return code
 
     def code(self, place: int) -> int:
-        """Return the number of the gold of a row: rows with equal gold have the same."""
+        """Return the number that stands for the gold of a row. Rows with equal gold have the same number."""
         return self._codes[place]
 
     def values(self, code: int) -> Mapping[str, JsonValue]:
         return self._values[code]
 
     def place(self, index: int, name: str) -> int | None:
-        """Return the place of a row in this table, or None."""
+        """Return the place of a row in this table; None if it has no gold."""
         if self.by_name:
             return self._of_name.get(name)
         if self._indexes is None:
@@ -153,7 +154,7 @@ class GoldTable:
         return map(self.row, range(len(self)))
 
     def add_digests(self, places: Iterable[int], digests: dict[str, int]) -> None:
-        """Add ``gold_digests`` of these rows to sums of them."""
+        """Add the ``gold_digests`` of these rows to the sums in ``digests``."""
         ends: dict[int, list[tuple[str, str]]] = {}
         sums = dict.fromkeys(digests, 0)
         names = self._name
@@ -180,7 +181,7 @@ class GoldTable:
 
     @classmethod
     def of_lines(cls, lines: Iterator[bytes], *, by_name: bool) -> GoldTable:
-        """Return the table of these lines. A line that is not complete is skipped."""
+        """Return the table with the rows of these lines. An incomplete line is skipped."""
         table = cls(by_name=by_name)
         for line in lines:
             try:
@@ -193,8 +194,8 @@ class GoldTable:
 
 @dataclass(frozen=True, slots=True)
 class PilotSample:
-    """The pilot of a run: its first ``rows`` rows in the order of the hash of their ids with ``key``. ``last`` is the
-    hash of the last of them, ``of`` the number of rows of the table."""
+    """The pilot of a run: the first ``rows`` rows, ordered by the hash of their ids with ``key``. ``last`` is the hash
+    of the last of them, ``of`` the number of rows of the table."""
 
     rows: int
     of: int
@@ -204,7 +205,7 @@ class PilotSample:
 
     @classmethod
     def of_facts(cls, facts: JsonObject) -> PilotSample | None:
-        """Return the pilot that a record describes."""
+        """Return the pilot that a record describes; None if the run has none."""
         known = facts.get("pilot")
         if not isinstance(known, dict) or not known.get("last"):
             return None
@@ -229,10 +230,10 @@ class Scoring:
         left_out: Callable[[Mapping[str, object]], bool] | None = None,
         sources: Callable[[], Mapping[str, Mapping[str, object]]] = dict,
     ) -> None:
-        """``left_out`` says of the fields of a row whether it is no part of the score, because it is an example in the
-        prompt. ``sources`` returns the fields of rows by id, for columns that the rows do not have: a row of the last
-        stage of a pipeline may not have the columns of the inputs. ``open_sealed``: the rows whose gold was sealed are
-        scored, and no others."""
+        """``left_out`` returns, for the fields of a row, whether the row is not scored because it is an example in the
+        prompt. ``sources`` returns the fields of rows by id, for columns that the rows do not have: rows of the last
+        stage of a pipeline may lack columns of the inputs. ``open_sealed``: only the rows whose gold was sealed are
+        scored."""
         self._gold = gold.with_rules(options.tolerance, options.judges)
         self._table = table
         self._options = options
@@ -339,7 +340,7 @@ class Scoring:
         )
 
     def gold_of(self, index: int, name: str) -> Mapping[str, JsonValue] | None:
-        """Return the gold of a row that is scored, or None."""
+        """Return the gold of a row; None if the row is not scored."""
         place = self._table.place(index, name)
         if place is None or place >= len(self._seen) or self._seen[place] in (0, LEFT_OUT):
             return None
@@ -358,7 +359,7 @@ class Scoring:
         notes: Sequence[str] = (),
     ) -> Score:
         """Return the score of the rows so far. ``population``: number of rows of the table, if it is known.
-        ``complete``: no result will follow, so that a row without one was left out by the run."""
+        ``complete``: no result will follow, so that the run has left out each row without one."""
         scorer = self._scorer
         if self._held is not None:
             answers = [told.output for _, told in self._held if told.ok]
@@ -380,7 +381,7 @@ class Scoring:
         return with_required(score, needed) if needed else score
 
     def _waiting(self) -> Iterator[int]:
-        """Yield the places of the rows that are not in the digests yet, which they are from now on."""
+        """Yield the places of the rows that are not in the digests yet, and mark them as being there."""
         place = self._seen.find(WAITING)
         while place >= 0:
             self._seen[place] = SCORED
@@ -388,7 +389,7 @@ class Scoring:
             place = self._seen.find(WAITING, place)
 
     def _with_equal(self, scorer: Scorer) -> Scorer:
-        """Return the scorer with the rows that are counted together."""
+        """Return the scorer with the equal rows added that were counted together."""
         self._table.add_digests(self._waiting(), self._digests)
         scorer = scorer.copy()
         names = [*self._gold.fields]
@@ -401,8 +402,8 @@ class Scoring:
         return scorer
 
     def _with_pending(self, scorer: Scorer, pilot: PilotSample | None, *, complete: bool) -> tuple[int, int, Scorer]:
-        """Return the number of rows that are sealed, the number of those that are left out, and the scorer with the
-        rows that are not finished."""
+        """Return the number of sealed rows, the number of rows that are left out, and the scorer with the unfinished
+        rows added."""
         only = KeyedOrder(pilot.key) if pilot is not None and pilot.stopped else None
         sealed = missing = 0
         copied = False
@@ -438,8 +439,8 @@ class Scoring:
 def _key(
     code: int, takes: Sequence[Callable[[JsonValue], JsonValue]], output: JsonValue, *, ok: bool
 ) -> tuple[object, ...] | None:
-    """Return what equal rows have in common: their gold and their answers with their types. None if answers are long,
-    or are not plain values."""
+    """Return the part that equal rows share: their gold, and their answers with their types. None if the answers are
+    long or are not plain values."""
     if not ok:
         return code, False
     key: list[object] = [code, True]

@@ -16,7 +16,8 @@ SEED = 20_261  # a fixed one, so that the same rows give the same interval
 
 
 class Total(NamedTuple):
-    """``value``: the estimate of the whole table. ``interval``: two-sided; ``at_most``: one-sided. Both approximate."""
+    """``value``: the estimate for the whole table. ``interval``: two-sided; ``at_most``: one-sided. Both are
+    approximate."""
 
     value: float
     interval: Interval
@@ -24,11 +25,8 @@ class Total(NamedTuple):
 
 
 def total(values: Sequence[float], population: int) -> Total:
-    """Return the total over a table of ``population`` rows from a random sample of at least two of them.
-
-    The interval knows nothing of a kind of row that is not in the sample: one that is much dearer and was not drawn is
-    not in it.
-    """
+    """Return the total over a table of ``population`` rows, from a random sample of at least two of them. The interval
+    cannot take rare rows into account that were not drawn, even if they are much dearer."""
     count, seen = len(values), math.fsum(values)
     if count >= population:
         return Total(seen, Interval(seen, seen), seen)

@@ -31,7 +31,7 @@ Function: TypeAlias = Callable[[list[JsonValue]], object]
 
 
 class NoVote(Enum):
-    """The outcome of a sample that failed, or that is not known yet."""
+    """The outcome of a sample that failed, or whose answer is not known yet."""
 
     FAILED = "failed"
     PENDING = "pending"
@@ -43,12 +43,12 @@ Outcome: TypeAlias = JsonValue | NoVote  # the answer of a sample as plain JSON
 
 
 class VoteError(Exception):
-    """The user's function raised this, or returned what is no value of the field."""
+    """The user's function raised this error, or returned a value that the field cannot have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How one field is voted: ``how`` is "majority", "median" or the user's function, which gets the values in the
+    """How one field is voted. ``how`` is "majority", "median" or the user's function, which gets the values in the
     order of the samples."""
 
     field: GoldField
@@ -58,7 +58,8 @@ class Rule:
         return [each if isinstance(each, NoVote) else self.field.take(each) for each in outcomes]
 
     def key(self, value: JsonValue) -> str:
-        """Return what equal values have in common: texts are equal after NFKC, case and spaces."""
+        """Return a key that is equal for equal values. Texts are equal if they differ only in case, spaces or Unicode
+        form (NFKC)."""
         if self.field.kind == "text" and isinstance(value, str):
             return normalised(value)
         if isinstance(value, float) and value.is_integer():
@@ -66,7 +67,8 @@ class Rule:
         return class_name(value) if isinstance(value, str) else f"\0{class_name(value)}"
 
     def needed(self, values: Sequence[Outcome], samples: int) -> int:
-        """Return how many samples must be asked: the fewest, at least those that were, that can decide the field."""
+        """Return how many samples must be asked: the smallest number that can decide the field, and at least as many as
+        were asked already."""
         return next(number for number in range(len(values), samples + 1) if self._may_decide(values, number, samples))
 
     def _may_decide(self, values: Sequence[Outcome], number: int, samples: int) -> bool:
@@ -84,8 +86,8 @@ class Rule:
         )
 
     def is_decided(self, values: Sequence[Outcome], samples: int) -> bool:
-        """Return whether these outcomes of the first samples decide the field: at least half of the samples have an
-        answer, and no outcome of the others changes the winner."""
+        """Return whether these outcomes of the first samples decide the field: at least half of all samples have an
+        answer, and no outcome of the remaining ones can change the winner."""
         left = samples - len(values)
         if not left:
             return True
@@ -100,7 +102,8 @@ class Rule:
         return all(count + left < most or (count + left == most and first < at) for count, at, _ in ranked[1:])
 
     def _ranked(self, values: Sequence[Outcome]) -> list[tuple[int, int, JsonValue]]:
-        """Return count, first sample and value of each value, the winner first. A tie goes to the earlier sample."""
+        """Return each value with its count and its first sample, the winner first. In a tie the value with the earlier
+        first sample wins."""
         first: dict[str, tuple[int, JsonValue]] = {}
         counts: Counter[str] = Counter()
         for place, value in enumerate(values):
@@ -111,7 +114,8 @@ class Rule:
         return sorted(((count, *first[key]) for key, count in counts.items()), key=lambda each: (-each[0], each[1]))
 
     def _is_median_decided(self, values: Sequence[Outcome], left: int) -> bool:
-        """The outcomes that move the median most are the lowest and the highest values, and failures."""
+        """Return whether the remaining samples cannot change the median. The outcomes that move it most are the lowest
+        and the highest values, and failures."""
         medians = {
             _median([*values, *[-math.inf] * low, *[math.inf] * high])
             for low in range(left + 1)
@@ -138,7 +142,7 @@ class Rule:
 
 
 def known(values: Iterable[Outcome]) -> list[JsonValue]:
-    """Return the values of the samples that have one."""
+    """Return the values of the samples that have an answer."""
     return [value for value in values if not isinstance(value, NoVote)]
 
 
@@ -147,7 +151,8 @@ def _is_number(value: object) -> bool:
 
 
 def _median(values: Iterable[Outcome]) -> float | None:
-    """Return the number in the middle; of two, that of the earlier sample. None without a number."""
+    """Return the number in the middle. Of two numbers in the middle, the one of the earlier sample. None if there is no
+    number."""
     numbers = sorted((cast(float, value), place) for place, value in enumerate(values) if _is_number(value))
     if not numbers:
         return None
@@ -157,8 +162,8 @@ def _median(values: Iterable[Outcome]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """The end of a vote on one field. ``counts`` has the samples of each value; ``against`` of the ``voters`` that
-    decided it, in the order of their numbers, differed from the winner."""
+    """The result of a vote on one field. ``counts``: number of samples for each value. ``voters``: number of samples
+    that decided the vote, in the order of their numbers. ``against``: number of these that differed from the winner."""
 
     winner: JsonValue
     counts: Mapping[str, int]
@@ -174,9 +179,9 @@ class Vote:
 
 
 class Voting:
-    """How the answers of ``samples`` samples make one. ``stops``: no sample is asked that is not needed. ``seed`` is
-    that of the first sample. Without it each sample has a seed that is derived from its row, if the server takes
-    one."""
+    """How the answers of ``samples`` samples become one answer. ``stops``: samples that are not needed are not asked.
+    ``seed`` is the seed of the first sample. Without it, the seed of each sample is derived from its row, if the server
+    takes a seed."""
 
     def __init__(
         self,
@@ -201,7 +206,8 @@ class Voting:
         return int.from_bytes(blake2b(b"%d " % number + row, digest_size=4).digest()) >> 1  # some servers take 31 bits
 
     def needed(self, outcomes: Sequence[Outcome]) -> int:
-        """Return how many samples must be asked now, those that were included. ``outcomes`` are theirs."""
+        """Return how many samples must be asked in all, with those that were asked. ``outcomes`` are the outcomes of
+        these."""
         failed = sum(each is FAILED for each in outcomes)
         if self._too_few(self.samples - failed):
             return len(outcomes)
@@ -217,7 +223,7 @@ class Voting:
         return self._too_few(len(known(outcomes)))
 
     def must_fail(self, failed: int) -> bool:
-        """Return whether a row with that many failed samples has failed, whatever the others are."""
+        """Return whether a row with this number of failed samples fails whatever the other samples answer."""
         return self._too_few(self.samples - failed)
 
     def votes(self, outcomes: Sequence[Outcome]) -> dict[str, Vote]:
@@ -238,7 +244,7 @@ class Voting:
         return Vote(winner, counts, sum(rule.key(value) != key for value in voters), len(voters))
 
     def first_with(self, name: str, winner: JsonValue, outcomes: Sequence[Outcome]) -> int | None:
-        """Return the number of the first sample that has the winner of a field; None if it was made by a function."""
+        """Return the number of the first sample with the winner of a field; None if a function made the winner."""
         rule = next(rule for rule in self.rules if rule.field.name == name)
         values, key = rule.values(outcomes), rule.key(winner)
         return next(
@@ -247,8 +253,8 @@ class Voting:
         )
 
     def combined(self, outcomes: Sequence[Outcome], votes: Mapping[str, Vote]) -> tuple[int, JsonValue]:
-        """Return the number of the sample that agrees with most winners, the earliest of those, and its answer with the
-        winner of each voted field."""
+        """Return the number of the sample that agrees with most winners, the earliest of several, and its answer with
+        the winner in each voted field."""
         best, place = -1, 0
         for number, outcome in enumerate(outcomes):
             if isinstance(outcome, NoVote):
@@ -265,7 +271,7 @@ class Voting:
 
 
 def _with(answer: JsonValue, name: str, value: JsonValue) -> JsonValue:
-    """Return the answer with another value of a field."""
+    """Return the answer with this value in a field."""
     if name == OUTPUT and not (isinstance(answer, dict) and OUTPUT in answer):
         return value
     inside = answer
@@ -287,11 +293,9 @@ def rules_of(
     schema: JsonObject | None,
     load: Callable[[str], Function],
 ) -> list[Rule]:
-    """Return how each field is voted. ``vote`` is the option; ``load`` imports a function. Raises SpecError.
-
-    Without a mapping these are the classes, booleans, integers and short texts; with "median" also the other numbers.
-    Other fields have the value of the sample that agrees with most winners.
-    """
+    """Return how each field is voted. ``vote`` is the option; ``load`` imports a function. Raises SpecError. If the
+    option is not a mapping, classes, booleans, integers and short texts are voted; with "median" also all other
+    numbers. Fields without a vote get the value of the sample that agrees with most winners."""
     if isinstance(vote, Mapping):
         if not vote:
             raise SpecError("vote names no field")
@@ -344,7 +348,7 @@ def _rule(field: GoldField, how: str | Function, load: Callable[[str], Function]
 
 
 def leaves(schema: JsonObject | None, above: str = "", depth: int = 0) -> Iterator[GoldField]:
-    """Yield the fields of an answer that are no objects; an answer without fields is one, ``output``."""
+    """Yield the fields of an answer that are no objects. An answer without fields counts as one field, ``output``."""
     names = fields_in(schema)
     if not names and not depth:
         yield field_of(schema, OUTPUT)

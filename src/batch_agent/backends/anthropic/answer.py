@@ -120,7 +120,7 @@ class OpenBlock:
                 self._began["citations"] = [*(citations if isinstance(citations, list) else []), piece]
 
     def become(self, kind: str) -> None:
-        """Set the block type, on a wire that sends it only later."""
+        """Set the type of the block. One wire sends it only later."""
         self._began = {"type": kind}
 
     def whole(self) -> tuple[JsonObject, str]:
@@ -165,7 +165,7 @@ class MessageAnswer:
         self._details = mapping(told.get("stop_details")) or self._details
 
     def use(self, counts: JsonValue) -> None:
-        """Apply a usage report; later reports include earlier ones."""
+        """Apply a usage report. A later report includes the earlier ones."""
         self._counts |= {name: count for name, count in mapping(counts).items() if count is not None}
 
     def reply(self, first_token: float | None = None) -> Reply:

@@ -182,7 +182,8 @@ class MessagesView:
         return [*blocks[:-1], blocks[-1][:-1] + MARK] if blocks else []
 
     def called_tools(self) -> Sequence[bytes]:
-        """Return the definitions that a request without tools must have."""
+        """Return the definitions of tools that a request without tools must have, because its conversation has calls of
+        them."""
         return ()
 
     def fork(self) -> Self:
@@ -311,7 +312,7 @@ def build_head(shape: RequestShape, streamed: bool) -> Head:
 
 
 def answer_limit(shape: RequestShape) -> int:
-    """Return the most tokens of an answer: the API requires a number."""
+    """Return the largest number of tokens of an answer, which the API requires."""
     return shape.max_tokens or model_of(shape.model).max_tokens + thinking_tokens(shape)
 
 

@@ -117,7 +117,7 @@ class ConverseStream(AnswerStream):
 
 
 def _named(block: JsonObject) -> JsonObject:
-    """Return the block with the names of Anthropic's wire."""
+    """Return the block with its fields named as in Anthropic's wire."""
     if "toolUse" in block:
         use = mapping(block["toolUse"])
         return {"type": "tool_use", "id": use.get("toolUseId"), "name": use.get("name"), "input": use.get("input", {})}
@@ -452,7 +452,8 @@ def _image(source: JsonValue) -> JsonObject:
 
 
 def _document(source: JsonValue) -> JsonObject:
-    """The name is the same for all: Bedrock warns that models may take a file's name for an instruction."""
+    """Return a document block. All documents have the same name: Bedrock warns that models may take a file's name for
+    an instruction."""
     assert isinstance(source, dict)
     kind = next(name for name, media in MEDIA_TYPES.items() if media == source["media_type"])
     return {"format": kind, "name": "document", "source": {"bytes": source["data"]}}

@@ -38,7 +38,7 @@ _SENTENCES = 40
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Cached tokens of the second of two requests with the same prefix."""
+    """The cached tokens of the second of two requests with the same prefix."""
 
     prompt_tokens: int
     cached_tokens: int | None  # None: not reported
@@ -235,7 +235,7 @@ async def infer_in_lists(
 
 
 def read_each(bodies: Iterable[Mapping[str, object]], faults: Faults) -> Answers:
-    """Return the answers of a list, each given as the body of a single answer."""
+    """Return the answers of a list whose items have the form of single answers."""
     answers: Answers = []
     for body in bodies:
         try:
@@ -270,7 +270,7 @@ SHARED = 0.5  # the least part of a prompt that two requests share where the pre
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """What an engine was seen to have. None: it does not say."""
+    """What an engine offers, as far as it was seen. None: the server does not say."""
 
     engine: str  # as in FLAGS
     prefix_caching: bool | None = None

@@ -23,7 +23,7 @@ class PinOrders:
         self.is_used = False  # an agent was pinned
 
     def order(self, request: ModelRequest) -> Order | None:
-        """Return what a request orders; None if there is nothing to order."""
+        """Return the pin that a request orders; None if it orders none."""
         pin, key = "", _key(request)
         if request.pin_seconds:
             pin = key

@@ -181,14 +181,14 @@ def _as_chat(answer: JsonValue) -> JsonObject:
 
 
 def _kv_tokens(info: JsonObject) -> int | None:
-    """Tokens that the cache holds, of all data-parallel ranks; None if the server does not say."""
+    """Return how many tokens the KV cache of all data-parallel ranks holds; None if the server does not say."""
     ranks, size = info.get("internal_states"), whole(info.get("max_total_num_tokens"))
     return size and size * max(1, len(ranks) if isinstance(ranks, list) else 1)
 
 
 def _host_tokens(info: JsonObject) -> int | None:
-    """Tokens that the host's memory holds. It also has what is on the GPU, so it counts instead of that, not beside it.
-    None without such a tier, or if its size is given in gigabytes."""
+    """Return how many tokens the cache in the host's memory holds. It includes what is on the GPU, so the two are not
+    added. None if there is no such cache, or if its size is given in gigabytes."""
     ratio = info.get("hicache_ratio")
     size = info.get("hicache_size")
     gpu = _kv_tokens(info)

@@ -168,7 +168,8 @@ class VllmBackend(EngineBackend):
 
 
 def read_load(told: Exposition) -> Load:
-    """Return the load. Several engines behind one address (data parallel) differ by a label and are summed."""
+    """Return the load. Several engines behind one address (data parallel) have different labels, and their values are
+    summed."""
     caches = [cache.labels for cache in told.samples(CACHE)]
     return Load(
         running=told.count(RUNNING) or 0,
@@ -185,7 +186,8 @@ def read_load(told: Exposition) -> Load:
 
 
 def _cache_tokens(labels: Mapping[str, str]) -> int:
-    """Tokens that a cache holds. For models whose layers differ, blocks times their size is too much."""
+    """Return how many tokens a KV cache holds. For models with different kinds of layers, the number of blocks times
+    their size would be too much."""
     blocks, size = whole(labels.get("num_gpu_blocks")), whole(labels.get("block_size"))
     return whole(labels.get("kv_cache_size_tokens")) or (blocks or 0) * (size or 0)
 

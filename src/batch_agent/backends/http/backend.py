@@ -236,7 +236,7 @@ _STREAMED = frozenset({"stream", "stream_options"})
 
 
 class HttpBackend(Backend, Generic[Head]):
-    """A Backend without its wire. ``chat`` is the route for turns; a Head is what the wire caches per shape."""
+    """A Backend without its wire. ``chat`` is the route of turns. ``Head`` is what the wire keeps for each shape."""
 
     wire = ""  # clients' own requests in this wire are sent unchanged
 
@@ -249,12 +249,13 @@ class HttpBackend(Backend, Generic[Head]):
 
     @lazy_property
     def _bare(self) -> WeakKeyDictionary[RequestShape, RequestShape]:
-        """Each shape without its schema. Created on first use, because a fleet may have a thousand of these."""
+        """The shape without its schema, for each shape. Created on first use, because a fleet may have a thousand
+        backends."""
         return WeakKeyDictionary()
 
     @lazy_property
     def _silent(self) -> WeakKeyDictionary[RequestShape, RequestShape]:
-        """Each shape without log-probabilities, for a server that does not report them."""
+        """The shape without log-probabilities, for each shape. For servers that do not report them."""
         return WeakKeyDictionary()
 
     @abstractmethod
@@ -299,7 +300,8 @@ class HttpBackend(Backend, Generic[Head]):
         self.write_head(shape, False)
 
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
-        """Return the answer. If the server refuses an option, the request is sent again without it (``without``)."""
+        """Return the answer. If the server refuses an option, the request is sent again without that option
+        (``without``)."""
         refused: dict[str, Rejected] = {}
         while True:
             client = None if request.client is None else self.own_body(request)
@@ -341,12 +343,12 @@ class HttpBackend(Backend, Generic[Head]):
             return reply if quota is None else replace(reply, quota=quota)
 
     def learn(self, request: ModelRequest, reply: Reply, refused: Mapping[str, Rejected]) -> None:
-        """Learn what the server can do from an answer without tool calls, or to a request from which refused options
+        """Learn what the server can do, from an answer without tool calls or to a request from which refused options
         were left out."""
 
     async def without(self, request: ModelRequest, error: Rejected, refused: dict[str, Rejected]) -> ModelRequest:
-        """Return the request without the option that the server refused, and add that to ``refused``. This is another
-        request, not a retry of the row. Raises the refusal if it has another reason."""
+        """Return the request without the option that the server refused, and add the option to ``refused``. The new
+        request does not count as a retry of the row. Raises the refusal if it has another reason."""
         raise error
 
     @property
@@ -354,7 +356,7 @@ class HttpBackend(Backend, Generic[Head]):
         return frozenset({self.wire} if self.wire else ())
 
     def own_body(self, request: ModelRequest) -> ClientBody | None:
-        """Return what a client sent in this backend's wire format; None if it must be translated."""
+        """Return the client's own request if it is in this backend's wire format; None if it must be translated."""
         client = request.client
         return client if client is not None and client.wire in self.wires else None
 
@@ -371,7 +373,7 @@ class HttpBackend(Backend, Generic[Head]):
     async def _forward(
         self, client: ClientBody, request: ModelRequest, naming: Naming, limits: list[Mapping[str, str]]
     ) -> Reply:
-        """Send a client's own request. The Reply has its whole answer, even if that was cut or filtered."""
+        """Send a client's own request. The Reply has the whole answer, even if it was cut or filtered."""
         fields, headers = self.write_own(client, request)
         relay = request.relay
         clock = asyncio.get_running_loop().time
@@ -403,7 +405,7 @@ class HttpBackend(Backend, Generic[Head]):
         return replace(reply, sealed=Sealed(f"{client.wire} document", json_of(body)))
 
     def finished(self, reply: Reply, shape: RequestShape) -> Reply:
-        """Convert the answer for the engine, if the wire requested it in another form."""
+        """Convert an answer that the wire requested in another form than the engine needs."""
         return reply
 
     def route_of(self, request: ModelRequest, streamed: bool) -> Route:
@@ -467,7 +469,8 @@ def read_other(body: bytes, faults: Faults) -> Reply:
 
 
 def _hearing(feed: Receive, request: ModelRequest, clock: Callable[[], float]) -> Receive:
-    """Wrap ``feed`` to note when bytes arrive and to call ``on_begin``: engines send nothing before the first token."""
+    """Wrap ``feed``: note when bytes arrive, and call ``on_begin`` at the first ones, because engines send nothing
+    before the first token."""
     on_begin = request.on_begin
 
     def receive(chunk: bytes) -> bool:

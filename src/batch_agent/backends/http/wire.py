@@ -125,7 +125,7 @@ class ServerError:
         return cls(body[: 64 * SHOWN_CHARS].decode("utf-8", "replace")) if document is None else cls.of(document)
 
     def fields(self, *, overflow: bool) -> dict[str, str | int]:
-        """Return what the server said beside its message, for a client that reads it."""
+        """Return the other fields of the server's error, beside its message, for a client that reads them."""
         code = "context_length_exceeded" if overflow and (not self.code or self.code.isdecimal()) else self.code
         told = {"type": self.kind, "param": self.param, "code": int(code) if code.isdecimal() else code}
         return {name: value for name, value in told.items() if value}
@@ -403,8 +403,8 @@ ENVELOPE_BYTES, LEAST_HELD_BYTES = 256, 48
 
 
 class EventReader(AnswerReader):
-    """Reads an answer in server-sent events. ``_done``: the rest of the stream does not matter. ``_held`` is an upper
-    bound of the memory that the answer takes: a server that never ends its answer must not fill the memory."""
+    """Reads an answer in server-sent events. ``_done``: the rest of the stream does not matter. ``_held``: upper bound
+    of the memory that the answer takes, because a server may never end its answer."""
 
     def __init__(self, naming: Naming, on_tool_call: OnToolCall, clock: Callable[[], float], said: list[str]) -> None:
         super().__init__(naming, on_tool_call, clock, said)
@@ -470,7 +470,7 @@ class CallIds:
 
 
 class Naming(CallIds):
-    """Creates the ToolCalls of one answer with unique ids. ``faults`` creates the errors of reading it."""
+    """Creates the ToolCalls of one answer with unique ids. ``faults`` creates errors for calls that cannot be read."""
 
     __slots__ = ("faults",)
 
@@ -501,7 +501,7 @@ def echoed_object(arguments: str) -> JsonObject:
 
 
 def echoed(arguments: str) -> str:
-    """Return the same as text, unchanged if possible."""
+    """Return the arguments of a call as text that servers accept back, unchanged if possible."""
     try:
         return arguments if isinstance(orjson.loads(arguments), dict) else "{}"
     except orjson.JSONDecodeError:  # a lone surrogate, or no JSON
@@ -530,7 +530,7 @@ def written_options(shape: RequestShape, fields: Mapping[str, object], reserved:
 
 
 def counted(value: JsonValue, *names: str) -> int:
-    """Return the first of these counts that is valid; 0 if there is none."""
+    """Return the first of these values that is a valid count; 0 if there is none."""
     if isinstance(value, dict):
         for name in names:
             number = value.get(name)

@@ -118,7 +118,7 @@ class Request:
 
 
 class EmbeddedEngine:
-    """``schedule → step → report`` around the pipeline. Everything here runs in one thread."""
+    """The loop ``schedule → step → report`` around the pipeline. Everything here runs in one thread."""
 
     def __init__(self, config: JsonObject, wire: BinaryIO) -> None:
         # The engine's package would send telemetry over the network; a missing module disables that.
@@ -279,8 +279,8 @@ class EmbeddedEngine:
         )
 
     def _told(self, said: array[int], logprobs: list[float] | None, text: str) -> list[JsonValue] | None:
-        """Return the text of each token with its log-probability. A token that is only a part of a character counts
-        with the next one."""
+        """Return the text of each token with its log-probability; None without log-probabilities. A token that is only
+        a part of a character is joined with the next one."""
         if logprobs is None:
             return None
         told: list[JsonValue] = []

@@ -142,7 +142,8 @@ def _places(value: Decimal) -> int:
 
 
 def _fixed_point(low: int, high: int, places: int) -> list[str]:
-    """Return the numbers ``low`` to ``high``, each divided by 10 ** ``places``. There is no minus zero."""
+    """Return expressions for the numbers ``low`` to ``high``, each divided by 10 ** ``places``. There is no minus
+    zero."""
     options = []
     if high >= 0:
         options.append(_natural(max(low, 0), high, places))
@@ -173,7 +174,8 @@ def _pointed(value: int, length: int, places: int) -> str:
 
 
 def _digits(low: str, high: str) -> str:
-    """Return all texts from ``low`` to ``high``, which have the same length and the same place of the point."""
+    """Return an expression for all texts from ``low`` to ``high``. The two have the same length, and their decimal
+    point at the same place."""
     if not low:
         return ""
     zeros, nines = _filled(low[1:], "0"), _filled(low[1:], "9")
@@ -202,7 +204,8 @@ def _filled(text: str, digit: str) -> str:
 
 
 def _any_digits(shape: str) -> str:
-    """Return as many digits as ``shape`` has, with its point."""
+    """Return an expression for any digits in the form of ``shape``: as many digits, with the decimal point at the same
+    place."""
     return ' "." '.join(f"[0-9]{{{len(part)}}}" if part else "" for part in shape.split(".")).strip()
 
 
@@ -284,7 +287,7 @@ class Grammar:
 
 
 def _reachable(rules: Mapping[str, str]) -> list[str]:
-    """Return the rules that the root needs, root first. A missing rule raises KeyError here, not in the engine."""
+    """Return the rules that the root needs, root first. Raises KeyError for a rule that is missing."""
     found = ["root"]
     for name in found:
         found += [one for one in dict.fromkeys(NAME.findall(TERMINAL.sub("", rules[name]))) if one not in found]

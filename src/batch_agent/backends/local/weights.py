@@ -476,7 +476,8 @@ class _Hub:
         return self._followed("GET", file.url(self._endpoint, commit), file, start)
 
     def _followed(self, method: str, url: str, file: HubFile, start: int = 0) -> http.client.HTTPResponse:
-        """Return the response at the end of redirects. One that describes the file is also an end for HEAD."""
+        """Return the response after all redirects. For HEAD, a redirect that describes the file is the last
+        response."""
         for _ in range(REDIRECTS):
             response = self._request(method, url, file, start)
             location = response.headers.get("Location")

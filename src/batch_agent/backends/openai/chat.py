@@ -208,7 +208,8 @@ class AnswerStream(EventReader):
             self._call_delta(item)
 
     def _dispatch(self, event: JsonObject) -> None:
-        """Handle a whole call sent before its deltas (NVIDIA Dynamo): the deltas still come, and add nothing."""
+        """Handle a whole call that the server sends before the deltas of the call (NVIDIA Dynamo). The deltas that
+        follow add nothing."""
         call = event.get("tool_call")
         if isinstance(call, dict) and not event.get("choice_index"):
             number, (call_id, name, _) = _number(call), _call_fields(call, self._faults)
@@ -262,9 +263,12 @@ class _CallInProgress:
         return "".join(self._pieces)
 
     def is_over(self, call_id: str, name: str, arguments: str) -> bool:
-        """Return whether a delta with the same index starts another call. Some servers number every call 0, or none.
-        Then a new id or another name marks the start, or arguments that come with an id or a name after a complete
-        object. With the same id they must be another object, because some servers repeat the whole call at the end."""
+        """Return whether a delta with the same index starts another call.
+
+        Some servers give every call the index 0, or none. Then a new id or another name marks the start of a call; so
+        do arguments that come with an id or a name after a complete object. With the same id they must be another
+        object, because some servers repeat the whole call at the end.
+        """
         if not (call_id or name):
             return False
         if (call_id and self.id and call_id != self.id) or (name and self.name and name != self.name):

@@ -137,8 +137,8 @@ def _finish(document: JsonObject, has_calls: bool) -> str:
 
 
 def _sealed(items: list[JsonObject], calls: dict[int, ToolCall]) -> Sealed | None:
-    """Return all items unchanged if there is encrypted reasoning among them, because it belongs to what follows it. A
-    call keeps the id that its result will use."""
+    """Return all items unchanged if one of them is encrypted reasoning, because reasoning belongs to the items that
+    follow it; None otherwise. A call keeps the id that its result will use."""
     if not any(item.get("type") == "reasoning" and item.get("encrypted_content") for item in items):
         return None
     sealed: list[JsonValue] = [

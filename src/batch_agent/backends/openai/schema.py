@@ -94,8 +94,9 @@ def unwrapped(text: str) -> str:
 
 
 class _Strict(SchemaVisitor[int, JsonObject]):
-    """Rewrites one schema in strict form, which accepts nothing more, except for what is only in words. ``where`` is
-    the level of a node. ``only_closed``: nothing changed except closed objects and dropped annotations."""
+    """Rewrites one schema in strict form. The result accepts nothing that the schema does not accept, except where a
+    limit could only be put into words. ``where`` is the level of a node. ``only_closed``: nothing was changed except
+    that objects were closed and annotations dropped."""
 
     def __init__(self, document: JsonObject) -> None:
         super().__init__(document)

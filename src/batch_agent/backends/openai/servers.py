@@ -120,7 +120,7 @@ def _form(address: Address) -> type[OpenAIServer]:
 
 
 def _placed(address: Address, variable: str, usual: str) -> Address:
-    """Return the address with a host: the URL's, else the variable's, else the default."""
+    """Return the address with a host: that of the URL, else that of the variable, else the default."""
     if address.url.netloc:
         return address
     url = urlsplit((address.environ.get(variable) or "").strip() or usual)
@@ -149,7 +149,7 @@ def _capabilities(
     proven: bool = True,
     files: bool = False,
 ) -> Capabilities:
-    """Return the capabilities. What the user states about schemas is taken as true."""
+    """Return the capabilities. What the user states about schemas is not checked."""
     given = address.options.get("native_schema")
     native = native_schema if given is None else given
     return Capabilities(
@@ -162,7 +162,8 @@ def _capabilities(
 
 
 class OpenAIByModel(OpenAIBackend):
-    """An OpenAIBackend that forwards to a ResponsesBackend the models that need it."""
+    """An OpenAIBackend that passes requests for some models on to a ResponsesBackend, because these models need the
+    other wire."""
 
     def __init__(self, base_url: str, **options: Any) -> None:
         super().__init__(base_url, **options)

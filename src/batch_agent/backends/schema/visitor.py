@@ -107,7 +107,8 @@ def without(node: JsonObject, *keywords: str) -> JsonObject:
 
 
 def blamed(refusal: Rejected) -> Literal["surely", "perhaps", "no"]:
-    """Return whether the schema is the reason for a refusal. "perhaps": another field may be the reason."""
+    """Return whether the schema is the reason for a refusal: "surely", "perhaps" if another field may be the reason, or
+    "no"."""
     if isinstance(refusal, ContextOverflow) or refusal.status is None:
         return "no"
     if refusal.status in _UNCLEAR:

@@ -26,7 +26,7 @@ WORDS = ("sim", "ula", "ted", "ans", "wer", "tok", "ens", "and", "the", "rest", 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedAnswer:
-    """``output`` is its tokens, including END; ``cut``: ``max_tokens`` ended it before END."""
+    """An answer. ``output`` is its tokens, with END. ``cut``: ``max_tokens`` ended it before END."""
 
     text: str
     calls: tuple[ToolCall, ...]

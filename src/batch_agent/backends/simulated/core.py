@@ -74,7 +74,8 @@ class BlockPool:
         return found
 
     def room_for(self, fresh: int, hits: Many[int]) -> bool:
-        """Return whether ``hits`` can be held and ``fresh`` more blocks taken: an idle hit cannot be taken."""
+        """Return whether ``fresh`` new blocks can be taken while ``hits`` are held: an idle block that is a hit cannot
+        be taken."""
         return fresh + sum(1 for block in hits if not self._blocks[block].ref_cnt) <= len(self._idle)
 
     def hold(self, blocks: Iterable[int]) -> None:
@@ -112,7 +113,8 @@ class BlockPool:
 
 
 class OffloadTier:
-    """A slower memory with a copy of every block that was computed, the least recently used ones forgotten first."""
+    """A slower memory with a copy of every block that was computed. When it is full, the least recently used copies are
+    dropped."""
 
     def __init__(self, size: int) -> None:
         self.size = size  # blocks; 0: there is none
@@ -126,7 +128,7 @@ class OffloadTier:
                 self._names.popitem(last=False)
 
     def find(self, names: Many[BlockName]) -> int:
-        """How many of the first ``names`` it has."""
+        """Return how many of the first ``names`` this memory has."""
         for count, name in enumerate(names):
             if name not in self._names:
                 return count
@@ -155,7 +157,7 @@ class Sequence:
 
     @property
     def known(self) -> int:
-        """Return the tokens that exist: the prompt and the answer so far."""
+        """The number of tokens that exist: the prompt and the answer so far."""
         return self.prompt_tokens + self.generated
 
 
@@ -182,8 +184,8 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What the engine's metrics show: counts at the end of a step. ``waiting`` are those that waited when the step
-    began; a request that arrived during it is in no number, as in vLLM."""
+    """What the engine's metrics show: counts at the end of a step. ``waiting``: requests that waited when the step
+    began. A request that arrived during the step is in no number, as in vLLM."""
 
     running: int = 0
     waiting: int = 0
@@ -220,7 +222,7 @@ class SimulatedEngine:
         return self._published
 
     def check(self, prompt: bytes, output: bytes, count: int = 1) -> None:
-        """Raise what a server would answer to ``count`` requests of this size now."""
+        """Raise the error with which a server would answer ``count`` requests of this size now."""
         limit, asked = self.model.context_tokens, count_tokens(prompt)
         if asked + count_tokens(output) > limit:
             raise ContextOverflow(
@@ -357,7 +359,7 @@ class SimulatedEngine:
         return loaded
 
     def _offloaded(self, sequence: Sequence, hits: int) -> int:
-        """Blocks behind the ``hits`` that the slower memory has."""
+        """Return how many blocks after the ``hits`` are in the slower memory."""
         usable = (sequence.known - 1) // self.model.block_size
         return self.offload.find(sequence.names[hits:usable]) if self.offload.size and self.model.prefix_caching else 0
 
