@@ -48,7 +48,7 @@ from batch_agent.scheduler.server_state import ServerState
 
 
 class OneLoop:
-    """The event loop in which ``what`` is used. ``forget`` drops its state if that loop was closed."""
+    """Binds ``what`` to one event loop. ``forget`` drops its state when that loop was closed."""
 
     def __init__(self, what: str, forget: Callable[[], None]) -> None:
         self._what, self._forget = what, forget
@@ -63,7 +63,8 @@ class OneLoop:
             self._loop = loop
 
     def check(self) -> bool:
-        """Check like ``bind`` without binding, also without a running loop. Returns True if the state was dropped."""
+        """Check like ``bind``, without binding; it also works without a running loop. Returns True if the state was
+        dropped."""
         with self._lock:
             return self._release_from(running_loop())
 
@@ -226,7 +227,7 @@ class Fleet(Backend):
         return server.name
 
     def remove(self, url: str) -> None:
-        """Remove a server, by its name or address. It is closed after its last answer."""
+        """Remove a server by its name or address. It is closed after its last answer."""
         self._loop.check()
         gone = [server for server in self._present if url in (server.address, server.name)]
         if not gone:
@@ -278,7 +279,8 @@ class Fleet(Backend):
         return FleetServer(address or backend.name, backend.name, backend, read, standby)
 
     def _register(self, server: FleetServer) -> None:
-        """Add the server under a unique name: in-process engines share one, and a removed server may still work."""
+        """Add the server under a unique name: in-process engines have the same name, and a removed server may still be
+        in use."""
         server.name = free_name(server.name, self._servers)
         self._servers[server.name] = server
 
@@ -402,7 +404,7 @@ class Fleet(Backend):
                 self._let_go(server)
 
     async def models(self) -> list[str]:
-        """Return the models of all servers, without servers that take much longer than the first to answer."""
+        """Return the models of all servers. Servers that take much longer to answer than the first are left out."""
         await self._try_standbys()
         answers = await self.survey()
         if not any(isinstance(answer, list) for answer in answers.values()):
@@ -420,7 +422,8 @@ class Fleet(Backend):
             self._tell()
 
     async def _try_standbys(self) -> None:
-        """Warn about standbys that would not answer: else this is noticed only when they are needed. A free request."""
+        """Warn about standbys that would not answer. The request is free; without it the problem would be noticed only
+        when they are needed."""
         standbys = [server for server in self._present if server.standby is not None]
         if not standbys:
             return
@@ -524,7 +527,8 @@ def from_address(address: Address) -> Fleet:
 
 
 def _standby(given: Mapping[str, object], model: str | None, backend: Backend) -> Standby | None:
-    """Return the standby that an endpoint is; None if it is none. Raises ValueError for invalid input."""
+    """Return the standby that this endpoint describes; None if it describes a normal server. Raises ValueError for
+    invalid input."""
     if not given:
         return None
     if "when" not in given:
@@ -547,7 +551,8 @@ def _standby(given: Mapping[str, object], model: str | None, backend: Backend) -
 
 
 class _ForStandby(ModelRequest):
-    """A request with another shape. When its answer was last heard is noted in the original."""
+    """A request with the shape for a standby. The time at which its answer was last heard is noted in the original
+    request."""
 
     __slots__ = ("_original",)
 
@@ -596,7 +601,7 @@ class FleetServer:
         return self.traits.apply(self.backend.servers[""], self.backend.capabilities.default_inflight, found)
 
     def shape(self, asked: RequestShape) -> RequestShape:
-        """Return the shape of the requests that are sent here."""
+        """Return the shape of requests to this server."""
         if self.standby is None:
             return asked
         if asked not in self._shapes:

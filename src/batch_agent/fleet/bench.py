@@ -74,7 +74,7 @@ class Measurement:
 
 @dataclass(slots=True)
 class Bench:
-    """The steps of one endpoint so far; ``reason`` says why there are no more."""
+    """The measurements of one endpoint so far; ``reason`` says why there are no more."""
 
     endpoint: AgentEndpoint
     model: str = ""
@@ -140,7 +140,7 @@ class Driver:
             return cut.usage or Usage()
 
     async def keep(self, inflight: int, seconds: float) -> Measurement:
-        """Keep that many requests in flight for ``seconds``, then cancel the unfinished ones."""
+        """Keep ``inflight`` requests in flight for ``seconds``, then cancel the unfinished ones."""
         step, clock = Measurement(inflight), asyncio.get_running_loop().time
         began = clock()
 

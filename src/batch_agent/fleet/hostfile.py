@@ -81,7 +81,7 @@ class Traits:
 
 @dataclass(frozen=True, slots=True)
 class AgentEndpoint:
-    """The address of one server. ``scheme`` is the one of its line, "" for a plain host."""
+    """The address of one server. ``scheme`` is that of its line in the hostfile; "" for a plain host."""
 
     host: str
     port: int
@@ -276,7 +276,7 @@ class Hostfile:
                 said = str(error)
 
     async def _settled(self) -> str | None:
-        """Return the text; None while it is being written."""
+        """Return the text of the file; None while it is being written."""
         text = await asyncio.to_thread(read_text, self.path)
         if text == self._text:
             return text
@@ -295,8 +295,8 @@ T = TypeVar("T", bound=Known)
 def changes(
     known: Iterable[T], hosts: Iterable[AgentEndpoint]
 ) -> tuple[list[tuple[T, AgentEndpoint]], list[T], list[AgentEndpoint]]:
-    """Return the kept items with their current lines, the removed items, and the new lines. Lines are matched by
-    address, several of one address in order."""
+    """Return three lists: the known items that stay, each with its new line; the removed items; and the new lines.
+    Lines are matched by address; several with one address are matched in order."""
     left: dict[str, list[AgentEndpoint]] = {}
     for host in hosts:
         left.setdefault(host.address, []).append(host)
@@ -308,6 +308,7 @@ def changes(
 
 
 def free_name(name: str, taken: Collection[str]) -> str:
-    """Return the name, so that a key has the same home in every process; with a number if it is taken."""
+    """Return the name, with a number added if it is taken. It stays unchanged where possible, so that keys have the
+    same home in every process."""
     numbered = chain([name], (f"{name}#{number}" for number in count(2)))
     return next(each for each in numbered if each not in taken)

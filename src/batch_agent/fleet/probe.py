@@ -139,7 +139,7 @@ def most_sockets() -> int:
 
 
 def with_rates(looks: Iterable[Look], earlier: Mapping[AgentEndpoint, Look]) -> list[Look]:
-    """Return the looks with tokens per second, for those with an earlier look."""
+    """Return the looks, with tokens per second added to those that have an earlier look."""
     rated = []
     for look in looks:
         before = earlier.get(look.endpoint)
@@ -152,7 +152,8 @@ def with_rates(looks: Iterable[Look], earlier: Mapping[AgentEndpoint, Look]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What an engine reports; None for what it does not report. Tokens and errors count from the server's start."""
+    """The numbers that an engine reports; None for those that it does not report. Tokens and errors count from the
+    server's start."""
 
     load: Load
     generated_tokens: int | None = None
@@ -232,7 +233,8 @@ class Waited:
 
 
 def needed(total: int, min_hosts: int | None = None, min_fraction: float | None = None) -> int:
-    """Return how many of ``total`` must be up, by default all. Raises SpecError if it is impossible."""
+    """Return how many of ``total`` endpoints must be up; all of them by default. Raises SpecError if that is
+    impossible."""
     if not total:
         raise SpecError("there is no endpoint to wait for: the hostfile lists none")
     if min_hosts is not None and min_hosts > total:
@@ -246,7 +248,8 @@ def needed(total: int, min_hosts: int | None = None, min_fraction: float | None 
 async def wait_until_ready(
     waited: Waited, prober: Prober, timeout: float, changed: Callable[[Waited], None] = lambda waited: None
 ) -> None:
-    """Return when enough are up or the time is over. ``waited`` is kept up to date and passed to ``changed``."""
+    """Wait until enough endpoints are up, or until the time is over. ``waited`` is kept up to date and passed to
+    ``changed``."""
     news = asyncio.Event()
 
     async def watch(place: int) -> None:

@@ -136,7 +136,7 @@ class Upstreams:
     # The hostfile
 
     def follow(self, hosts: Iterable[AgentEndpoint]) -> None:
-        """Apply a new version. Running requests stay where they are."""
+        """Apply a new version of the hostfile. Running requests stay where they are."""
         kept, gone, new = changes(self.present, hosts)
         updated = [(upstream, host) for upstream, host in kept if upstream.host.tags != host.tags]
         for upstream, host in updated:
@@ -194,12 +194,13 @@ class Upstreams:
         return now - upstream.probed >= pause
 
     def _is_silent(self, upstream: Upstream, now: float) -> bool:
-        """Return whether it has requests and sends nothing, while another endpoint is up that could take them."""
+        """Return whether the endpoint has requests and sends nothing, while another endpoint that is up could take
+        them."""
         quiet = upstream.endpoint.inflight and now - upstream.heard >= SILENCE_SECONDS
         return bool(quiet) and self.dispatcher.scheduler.router.others_work(upstream.endpoint)
 
     async def probe(self, endpoint: str = "") -> Probe:
-        """Return whether the endpoint is up. One that fails a probe while it sends bytes may just be busy."""
+        """Return whether the endpoint is up. If it fails the probe while it sends bytes, it may only be busy."""
         upstream = self._known.get(endpoint)
         if upstream is None:
             return Probe("down", "it was removed from the hostfile")
@@ -295,7 +296,7 @@ async def serve_proxy(
 
 
 class Proxy:
-    """``key`` is the one that the door asks for; endpoints get ``endpoint_key`` in its place."""
+    """The proxy. Clients send ``key``; endpoints get ``endpoint_key`` in its place."""
 
     def __init__(
         self, upstreams: Upstreams, transport: Transport, patience: float, key: str = "", endpoint_key: str = ""
@@ -370,7 +371,7 @@ class Proxy:
         return forward.answer or web.Response()
 
     def _failed(self, request: web.BaseRequest, forward: Forward, error: BackendError) -> web.StreamResponse:
-        """Return what the client gets for a request without a good answer."""
+        """Return the response to a client whose request got no good answer."""
         if forward.answer is not None and (forward.complete or not forward.begun):
             return forward.answer
         if forward.begun:
@@ -399,7 +400,7 @@ def _refused(request: web.BaseRequest, refused: RequestRefused) -> web.Response:
 
 
 class Forward(Question):
-    """``ticket`` is the request's claim for a slot, ``answer`` what the client gets."""
+    """A request that is being forwarded. ``ticket`` is its claim for a slot, ``answer`` what the client gets."""
 
     def __init__(
         self,
@@ -459,8 +460,8 @@ class Forward(Question):
         return Reply("")
 
     async def _pass(self, upstream: Upstream, faults: Faults) -> None:
-        """Forward the request and return its answer. Raises a TransportError if the endpoint failed, and a BackendError
-        for an answer that the client must not get, or that is bad evidence about the endpoint."""
+        """Forward the request and return its answer. Raises a TransportError if the endpoint failed. Raises a
+        BackendError for an answer that the client must not get, or that is evidence against the endpoint."""
         async with self._open(upstream) as response:
             chunk = await response.read_some()
             upstream.heard = _now()
@@ -494,7 +495,7 @@ class Forward(Question):
         )
 
     async def _refuse(self, response: OpenResponse, chunk: bytes, faults: Faults) -> None:
-        """Raise the refusal. Its answer is kept for the client, in case no other endpoint answers."""
+        """Raise the refusal. The endpoint's answer is kept for the client, in case no other endpoint answers."""
         body = bytearray(chunk)
         while chunk and len(body) < MOST_REFUSAL_BYTES:
             chunk = await response.read_some()
@@ -569,12 +570,12 @@ class Homes:
 
 
 def _busy(endpoint: Endpoint) -> float:
-    """Return the requests in flight with one more, divided by weight."""
+    """Return the number of requests in flight plus one, divided by the endpoint's weight."""
     return (endpoint.inflight + 1) / endpoint.server.weight
 
 
 def read_ask(headers: Mapping[str, str], body: bytes) -> tuple[str, str]:
-    """Return the key of requests that belong together, and the model; "" for what the request does not say."""
+    """Return the key of requests that belong together, and the model; "" for a value that the request does not have."""
     try:
         document: JsonValue = orjson.loads(body) if body else None
     except orjson.JSONDecodeError:  # images, forms
@@ -587,7 +588,8 @@ def read_ask(headers: Mapping[str, str], body: bytes) -> tuple[str, str]:
 
 
 def _beginning(fields: Mapping[str, JsonValue]) -> str:
-    """Return what comes before the first user message and how that begins: the same in all turns of a conversation."""
+    """Return the text before the first user message and the beginning of that message: it is the same in all turns of a
+    conversation."""
     said = next((fields[name] for name in ("messages", "prompt", "input") if fields.get(name)), None)
     if not isinstance(said, list) or not all(isinstance(message, dict) for message in said):
         return _text(said)[:BEGINNING_CHARS]

@@ -48,10 +48,10 @@ TELEMETRY, SECRETS = "OTEL_", "HEADERS"  # begin of the variables that workers g
 class Ray:
     """A Ray cluster to run on: ``BatchAgent.run(…, cluster=Ray("auto", workers=8))``.
 
-    ``address`` is that of ``ray.init``: "auto" for the cluster of this machine, ``ray://host:10001`` for another one,
-    "local" to start one on this machine. ``workers`` is a number, or "auto" for one per node. Each worker reserves
-    ``worker_cpus`` and ``worker_memory`` (bytes). ``runtime_env`` is that of Ray; the modules that the run names are
-    added to it.
+    ``address`` is that of ``ray.init``: "auto" for the cluster of this machine, ``ray://host:10001`` for another
+    cluster, "local" to start one on this machine. ``workers`` is a number, or "auto" for one per node. Each worker
+    reserves ``worker_cpus`` and ``worker_memory`` (bytes). ``runtime_env`` is that of Ray; the modules that the run
+    names are added to it.
     """
 
     address: str = "auto"
@@ -101,10 +101,8 @@ class Ray:
         return ray.remote(Bridge).options(**BRIDGE, scheduling_strategy=here).remote(str(path))
 
     def connect(self, modules: Sequence[ModuleType] = ()) -> bool:
-        """Connect this process to the cluster, with the modules that workers import.
-
-        Returns False if it was connected already. Then the program that connected it has set the ``runtime_env``.
-        """
+        """Connect this process to the cluster, with the modules that workers import. Returns False if the process was
+        connected already: then the program that connected it has set the ``runtime_env``."""
         ray = ray_package()
         if ray.is_initialized():
             return False
@@ -120,7 +118,7 @@ class Ray:
         return True
 
     def _look(self) -> None:
-        """Raise RunUnreachable if nothing listens at the address, or something else than Ray, which speaks HTTP/2. Ray
+        """Raise RunUnreachable if nothing listens at the address, or if it does not speak HTTP/2 and so is not Ray. Ray
         itself would try for many minutes."""
         host, _, port = self.address.removeprefix("ray://").rpartition(":")
         if not host or not port.isdecimal():
@@ -193,11 +191,9 @@ class WorkerActor:
         self._leaving = False
 
     async def work(self, target: object, fingerprint: str, telemetry: Mapping[str, str]) -> int:
-        """Work until the run is done, or until ``leave``; return the number of finished rows.
-
-        ``target`` is the URL of the run, or the bridge to the driver. ``fingerprint`` is that of what the run uses.
-        ``telemetry`` are variables of the driver, for those that the node does not set.
-        """
+        """Work until the run is done, or until ``leave``; return the number of finished rows. ``target`` is the URL of
+        the run, or the bridge to the driver. ``fingerprint`` identifies what the run uses. ``telemetry`` are
+        environment variables of the driver, for those that the node does not set."""
         if self._leaving:
             return 0
         for name, value in telemetry.items():
@@ -294,7 +290,7 @@ class RayWorkers:
                 self._tasks[name] = asyncio.create_task(self._watch(name, actor), name=f"batch-agent worker {name}")
 
     async def _watch(self, name: str, actor: Any) -> None:
-        """Let one actor work. Ray repeats the call after it restarts an actor."""
+        """Let one actor work. If Ray restarts the actor, it repeats the call."""
         try:
             await actor.work.remote(self._target, self._fingerprint, self._telemetry)
         except ray_package().exceptions.RayError as error:
@@ -317,7 +313,7 @@ class RayWorkers:
 
 
 def user_modules(specs: Sequence[JsonObject]) -> list[ModuleType]:
-    """Return the user's own modules that specs name, without those of installed packages."""
+    """Return the user's own modules that specs name. Modules of installed packages are left out."""
     found: dict[str, ModuleType] = {}
     for spec in specs:
         named = [spec.get(name) for name in ("output_schema", "worker", "compaction", "runtime")]

@@ -44,7 +44,7 @@ ReadEvent: TypeAlias = Callable[[Transcript, JsonObject], None]
 
 
 def read_opencode(transcript: Transcript, event: JsonObject) -> None:
-    """Read an event in either form: the fields of a part are in ``part``, or in the event itself."""
+    """Read an event. The fields of a part may be in ``part``, or in the event itself."""
     part = mapping(event.get("part")) or event
     match event.get("type"):
         case "text":
@@ -159,8 +159,8 @@ class RowContext(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an agent runs: ``home`` is its home directory; ``url`` (with ``/v1``) and ``key`` are for its model, and ""
-    with its own login."""
+    """Where an agent runs. ``home`` is its home directory. ``url`` (with ``/v1``) and ``key`` lead to its model; both
+    are "" if the agent uses its own login."""
 
     home: Path
     url: str
@@ -239,7 +239,7 @@ class CommandLineRuntime(ABC):
         return self
 
     def own_backend(self) -> object:
-        """Return the backend of a run that has none itself."""
+        """Return the backend for a run that was given none."""
         return LoginBackend(self.name) if self.backend == LOGIN else self.backend
 
     def check(self) -> str:
@@ -288,7 +288,7 @@ class CommandLineRuntime(ABC):
 
     @asynccontextmanager
     async def _tree(self, place: Path) -> AsyncIterator[AgentTree]:
-        """Create its files. They are removed even if this is cancelled during creation."""
+        """Create the row's files, and remove them at the end, even if their creation is cancelled."""
         opened = open_tree(self._source, self.isolation, place, self.worktrees)
         making = asyncio.ensure_future(asyncio.to_thread(opened.__enter__))
         try:
@@ -363,7 +363,7 @@ def _fresh(home: Path) -> None:
 
 
 def _keep(ctx: RowContext, tree: AgentTree) -> None:
-    """Keep the agent's output as artifacts, also of a failed one. A row that has ended keeps nothing."""
+    """Keep the agent's output as artifacts, even if the agent failed. A row that has ended already keeps nothing."""
     with suppress(RowEnded):
         if tree.git:
             ctx.save("diff.patch", tree.diff().encode("utf-8", "surrogateescape"))
@@ -447,7 +447,8 @@ def tail_of(file: Path) -> str:
 # Git runs without the hooks and helpers that a repository can configure: an agent may have written them.
 @dataclass(frozen=True, slots=True)
 class AgentTree:
-    """``cwd``: where the agent works; ``git``: the command that sees changes since ``base``, or empty."""
+    """The files of a row. ``cwd``: where the agent works. ``git``: the command that shows changes since ``base``; empty
+    without git."""
 
     cwd: Path
     git: tuple[str, ...] = ()
@@ -478,8 +479,9 @@ def check_source(source: Path | None, isolation: Isolation) -> None:
 
 @contextmanager
 def open_tree(source: Path | None, isolation: Isolation, place: Path, worktrees: Lock) -> Iterator[AgentTree]:
-    """Create a tree at ``place`` from ``source`` as it is now, or an empty one, and remove it afterwards. ``worktrees``
-    is held while the repository's list of worktrees changes, because git does not support concurrent changes."""
+    """Create a tree at ``place`` from the present state of ``source``, or an empty one, and remove it afterwards.
+    ``worktrees`` is held while the repository's list of worktrees changes, because git does not support concurrent
+    changes."""
     if isolation == "none" and source is not None:
         yield AgentTree(source)
         return

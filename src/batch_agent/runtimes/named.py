@@ -69,7 +69,7 @@ class OpenCodeRuntime(CommandLineRuntime):
         return self.opencode_bin
 
     def command(self, program: str, place: Place) -> Sequence[str]:
-        """Return the command line, with a title: otherwise it would ask the model for one."""
+        """Return the command line. It has a title, because without one OpenCode would ask the model for a title."""
         name = place.model if self.backend == LOGIN else f"batch/{place.model}"
         model = ("--model", name) if name else ()
         return [program, "run", *model, "--format", "json", "--title", "batch", *self.extra_args]

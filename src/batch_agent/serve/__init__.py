@@ -14,8 +14,8 @@ DAY = 86400.0
 
 @dataclass(frozen=True, slots=True)
 class LatencyTarget:
-    """The latency that ``percentile`` of 100 interactive requests do not exceed, as a multiple of that of an idle
-    engine."""
+    """A target for the latency of interactive requests: ``percentile`` of 100 requests take at most ``times`` as long
+    as on an idle engine."""
 
     times: float
     percentile: int = 50
@@ -26,7 +26,8 @@ class LatencyTarget:
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """``interactive_latency``: the target; a number is that of the median, and None for none. Times in seconds."""
+    """The options of a server. ``interactive_latency`` is the target; a number means the median, None no target. Times
+    are in seconds."""
 
     data: Path
     host: str = "127.0.0.1"

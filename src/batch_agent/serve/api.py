@@ -1,7 +1,7 @@
 """The HTTP API: files and batches of OpenAI, Message Batches of Anthropic, interactive requests, models.
 
 A handler checks the request, calls the catalog, the batches or the interactive part, and writes the answer in the form
-of its API. Everything is separated by tenant: what belongs to another one does not exist.
+of its API. Tenants are separate: for one tenant, what belongs to another does not exist.
 """
 
 from __future__ import annotations
@@ -229,7 +229,8 @@ class Api:
         )
 
     async def _store(self, chunks: AsyncIterator[bytes], path: Path, most: int, too_large: RequestRefused) -> str:
-        """Write what a client sends to disk. Returns its digest."""
+        """Write the body that a client sends to disk. Returns its digest. Raises RequestRefused with ``too_large`` if
+        it has more than ``most`` bytes."""
         digest, size = sha256(), 0
         with await _on_disk(_created, path) as file:
             async for chunk in chunks:
@@ -329,7 +330,8 @@ class Api:
         return self._batch_response(await self._add(request, batch, folder))
 
     async def _before(self, request: web.BaseRequest, tenant: Tenant, digest: str) -> ServedBatch | None:
-        """Return the batch that was created with the same Idempotency-Key. Raises RequestRefused for another body."""
+        """Return the batch that was created earlier with the same Idempotency-Key; None if there is none. Raises
+        RequestRefused if that request had another body."""
         key = request.headers.get("Idempotency-Key")
         if key is None:
             return None
@@ -345,7 +347,7 @@ class Api:
         folder: Path,
         admit: Callable[[], None] = lambda: None,
     ) -> ServedBatch:
-        """Add a batch whose files are in ``folder``, which gets its final name now."""
+        """Add a batch. Its files are in ``folder``, which is now renamed to its final name."""
         key, final = request.headers.get("Idempotency-Key"), self._batches.folder(batch.id)
         try:
             await in_whole_thread(partial(folder.rename, final))
@@ -490,7 +492,7 @@ class Api:
 
 
 def refuse(request: web.BaseRequest, refused: RequestRefused) -> web.Response:
-    """Return an error in the form of the API that a request belongs to."""
+    """Return an error in the form of the API to which the request was sent."""
     if request.path.startswith("/v1/messages") or "anthropic-version" in request.headers:
         document = MESSAGES.error(refused)
         document["request_id"] = added_to_answer(request).get(ID_HEADERS[0])
@@ -499,7 +501,7 @@ def refuse(request: web.BaseRequest, refused: RequestRefused) -> web.Response:
 
 
 def _pattern(path: str) -> tuple[str, str]:
-    """Return the route of a path, with * for the id in it, and that id."""
+    """Return the route of a path, with * in place of the id, and the id."""
     for start in ("/v1/messages/batches/", "/v1/files/", "/v1/batches/"):
         if path.startswith(start):
             id, slash, rest = path[len(start) :].partition("/")
@@ -512,7 +514,7 @@ def _pattern(path: str) -> tuple[str, str]:
 
 
 class _Watch:
-    """Ends a request whose bytes do not come."""
+    """Ends a request whose bytes stop arriving."""
 
     def __init__(self, limit: asyncio.Timeout, patience: float) -> None:
         self._limit, self._patience = limit, patience
@@ -550,7 +552,7 @@ async def _field(field: BodyPartReader, watch: _Watch) -> str:
 
 
 async def _on_disk(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a function that writes, in a thread. Raises RequestRefused if the disk does not take it."""
+    """Call a function that writes, in a thread. Raises RequestRefused if the disk fails or is full."""
     try:
         return await in_thread(function, *args, **kwargs)
     except OSError as error:
@@ -558,8 +560,8 @@ async def _on_disk(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) 
 
 
 def _names_of(field: BodyPartReader) -> tuple[str, str]:
-    """Return the name of a part of a form, and that of its file. Raises one of ``BROKEN_FORM`` for a header that cannot
-    be read, and RequestRefused for a file name that could add lines to a header or a log."""
+    """Return the name of a part of a form, and the name of its file. Raises one of ``BROKEN_FORM`` for an unreadable
+    header, and RequestRefused for a file name that could add lines to a header or a log."""
     with catch_warnings():
         simplefilter("error")  # else a name that cannot be read is missing
         name, file_name = field.name or "", field.filename or "file"

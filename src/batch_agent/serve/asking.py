@@ -1,7 +1,6 @@
-"""Client requests as questions to the models, of lines and of people (``Interactive``): reading them, sending them, and
-what an answer or a refusal becomes.
+"""Reads and sends the requests of clients: lines of batches, and requests of people (``Interactive``).
 
-A model that refuses a request is no sign of a bad server. Here the refusal is an answer, so that bad requests of one
+If a model refuses a request, the server is not at fault. Here the refusal is an answer, so that bad requests of one
 client do not stop the requests of others.
 """
 
@@ -213,7 +212,7 @@ _ENCODED = re.compile(rb'"(?:data:[^",]*,)?[A-Za-z0-9+/=_-]{1000,}"')
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Tokens that a request may use, in all its ``answers`` together. ``answer``: its own limit, or None."""
+    """Tokens that a request may use, over all its ``answers``. ``answer``: the limit that the request sets, or None."""
 
     prompt: int
     answer: int | None
@@ -226,7 +225,7 @@ class Needs:
 
 
 def tokens_needed(dialect: ClientDialect, body: JsonObject, longest: int) -> Needs:
-    """Return what a request may use. ``longest``: the tokens of the longest answer that its tenant had."""
+    """Return the tokens that a request may use. ``longest``: tokens of the longest answer that its tenant has had."""
     written = orjson.dumps({name: body[name] for name in PROMPT_FIELDS if name in body})
     prompt = -(-len(_ENCODED.sub(BYTES_OF_A_PICTURE, written)) // BYTES_PER_TOKEN)
     if dialect.wire == EmbeddingsDialect.wire:
@@ -241,8 +240,8 @@ def tokens_needed(dialect: ClientDialect, body: JsonObject, longest: int) -> Nee
 
 
 def line_needs(endpoint: str, body: JsonObject, limit: int, longest: int, usual: int) -> tuple[int, int]:
-    """Return the tokens of a day that a line needs, at least and at most. ``usual``: those of a line of its batch.
-    Raises RequestRefused if it needs more than the ``limit`` of a whole day."""
+    """Return the smallest and the largest number of tokens of the day that a line may need. ``usual``: what a line of
+    its batch usually needs. Raises RequestRefused if the line needs more than the ``limit`` of a whole day."""
     needs = tokens_needed(DIALECTS[endpoint], body, longest)
     if needs.answer is None:
         return min(needs.prompt + usual, limit), min(needs.most, limit)
@@ -253,7 +252,7 @@ def line_needs(endpoint: str, body: JsonObject, limit: int, longest: int, usual:
 
 
 def limit_answer(question: ModelRequest, tokens: int) -> None:
-    """Limit the tokens of an answer whose client has not limited it."""
+    """Set a limit of tokens for an answer if its client has not set one."""
     question.shape = replace(question.shape, max_tokens=tokens)
     if (client := question.client) is not None:
         name = "max_output_tokens" if client.wire == "responses" else "max_tokens"
@@ -261,7 +260,8 @@ def limit_answer(question: ModelRequest, tokens: int) -> None:
 
 
 class ClientCall(ModelCall):
-    """A client's request. Its own token limit may cut the answer; its refusal is an answer."""
+    """The call for a client's request. If the client's own token limit cuts the answer, or the model refuses, that is
+    still an answer."""
 
     __slots__ = ()
 
@@ -285,7 +285,7 @@ def refusal(status: int, error: BackendError) -> Reply:
 
 
 def refused(reply: Reply) -> RequestRefused | None:
-    """Return the refusal that an answer is; None if it is none."""
+    """Return the refusal in a reply; None if the reply is an answer."""
     sealed = reply.sealed
     if sealed is None or sealed.wire != REFUSED or not isinstance(sealed.value, dict):
         return None
@@ -293,8 +293,8 @@ def refused(reply: Reply) -> RequestRefused | None:
 
 
 def refused_for(error: JobError) -> RequestRefused:
-    """Return the error that a client gets for a request that failed, with the fields of the server's error if the
-    status is the server's."""
+    """Return the error that the client of a failed request gets. It has the fields of the server's error if its status
+    comes from the server."""
     status, fields = status_of(error), dict[str, JsonValue]()
     if isinstance(error, BackendError) and error.status == status:
         fields.update(error.fields)
@@ -316,7 +316,7 @@ def _with_fields(status: int, message: str, fields: JsonObject) -> RequestRefuse
 
 
 def model_request(asked: ClientRequest, request: ModelRequest, *, priority: int = 0) -> ModelRequest:
-    """Fill a request with what a client asks."""
+    """Fill in a ModelRequest with the client's request."""
     request.shape = asked.shape
     request.client = asked.client_body
     request.priority = priority
@@ -324,7 +324,8 @@ def model_request(asked: ClientRequest, request: ModelRequest, *, priority: int 
 
 
 def envelope(asked: ClientRequest, name: str = "") -> Envelope:
-    """Return what an answer has beside the model's text. ``name`` is unique to the request; "": a new one."""
+    """Return the fields of an answer beside the model's text. ``name`` must be unique to the request; "": a new name is
+    made."""
     return Envelope(name or secrets.token_hex(12), int(time.time()), asked.shape.model)
 
 
@@ -333,7 +334,7 @@ def envelope(asked: ClientRequest, name: str = "") -> Envelope:
 
 @dataclass(frozen=True, slots=True)
 class LineAnswer:
-    """The outcome of a line, as its file has it, and the tokens that it took."""
+    """The outcome of a line, as it is written to the file, and the tokens that it used."""
 
     ok: bool
     outcome: JsonObject
@@ -357,7 +358,8 @@ async def ask_line(
     ask: Ask,
     call: Callable[[ServedModels, ModelRequest], ClientCall] = ClientCall,
 ) -> LineAnswer:
-    """Ask a line of a batch. ``endpoint`` is its path, and ``name`` is unique to it. ``call`` makes the question."""
+    """Send a line of a batch, and return its outcome. ``endpoint`` is the path of the line, and ``name`` is unique to
+    it. ``call`` makes the question."""
     dialect = DIALECTS[endpoint]
     try:
         request = read_request(READER, models, dialect, body)
@@ -393,7 +395,7 @@ def _response(name: str, status: int, body: JsonObject) -> JsonObject:
 
 
 async def answer_line(row: JsonObject, context: AgentContext) -> JsonObject:
-    """Answer a line whose batch is a run in Redis, in any process. The worker of that run."""
+    """Answer a line whose batch is a run in Redis. This is the worker of that run, and may run in any process."""
     agent, body = agent_of(context), row["body"]
     assert isinstance(agent.r.backend, ServedModels) and isinstance(body, dict)
 
@@ -414,7 +416,8 @@ def line_spec(models: ServedModels, model: str | None, **options: Any) -> BatchS
 
 
 def travelling_spec(models: ServedModels, model: str | None, **options: Any) -> BatchSpec:
-    """Return those of a run in Redis: workers of other processes open the same models, and import the worker."""
+    """Return the options of a batch's run in Redis: workers in other processes open the same models, and import the
+    worker."""
     return line_spec(models, model, backend=models.url, worker=answer_line, keep="results", lease=LEASE, **options)
 
 
@@ -423,7 +426,7 @@ def start_nothing(call: object) -> None:
 
 
 def status_of(error: JobError) -> int:
-    """Return the status for a request that failed."""
+    """Return the HTTP status for a request that failed."""
     match error:
         case Timeout():
             return 504
@@ -500,7 +503,7 @@ class Interactive:
         return json_response(dialect.document(reply, asked, envelope(asked)), headers={"Cache-Control": "no-cache"})
 
     def stop(self) -> None:
-        """End all requests that are not answered with an error: the server is stopping."""
+        """Answer all open requests with an error, because the server is stopping."""
         for limit in self._limits:
             limit.reschedule(asyncio.get_running_loop().time())
 
@@ -529,8 +532,8 @@ class Interactive:
         stream: Waiting | None = None,
         live: LiveAnswer | None = None,
     ) -> Reply:
-        """Return the answer. ``stream`` gets it as it arrives: through ``live``, or byte by byte without it. Raises
-        RequestRefused."""
+        """Return the answer. ``stream`` gets it as it arrives: as text through ``live``, or byte by byte if ``live`` is
+        None. Raises RequestRefused."""
         turnstile, governor = self._turnstile, self._turnstile.governor
         turnstile.set_terms(tenant.name, tenant.share, tenant.tokens_per_day)
         needs = tokens_needed(asked.dialect, asked.body, turnstile.account(tenant.name).longest)
@@ -584,8 +587,8 @@ class Interactive:
 
     @contextmanager
     def _watched(self, call: ModelCall, ticket: Ticket, limit: asyncio.Timeout) -> Iterator[None]:
-        """End the wait for an answer when an outage has lasted too long. A request that a working server has may take
-        as long as it needs."""
+        """End the wait for an answer when an outage has lasted too long. A request that was sent to a working server
+        may take as long as it needs."""
         loop, patience = asyncio.get_running_loop(), self._patience
         came = held = loop.time()  # when it came, and last had a slot
         timer: asyncio.TimerHandle | None = None
@@ -651,9 +654,11 @@ class Interactive:
 
 class PassedEvents:
     """Passes the events of a server on to its client, each when it is complete: if the server breaks off in the middle
-    of an event, the client gets no part of it. ``count``: the events of the answer so far; ``prompt_tokens`` and
-    ``completion_tokens``: as the server reports them. An event that only has usage is ``hidden`` if the client did not
-    ask for it."""
+    of an event, the client gets no part of that event.
+
+    ``count``: number of events of the answer so far. ``prompt_tokens`` and ``completion_tokens``: as the server reports
+    them. An event that only has usage is ``hidden`` if the client did not ask for it.
+    """
 
     def __init__(self, put: Callable[[bytes], None], *, hidden: bool) -> None:
         self._put = put
@@ -663,7 +668,7 @@ class PassedEvents:
         self.prompt_tokens = self.completion_tokens = 0
 
     def begin(self) -> None:
-        """Forget what an attempt that failed has left."""
+        """Drop the events of a failed attempt."""
         self._rest.clear()
 
     def take(self, data: bytes) -> None:
@@ -702,7 +707,7 @@ class PassedEvents:
 
 
 class _PersonCall(ClientCall):
-    """Tells when the request is sent."""
+    """The call for an interactive request. It reports when the request is sent."""
 
     __slots__ = ("_turnstile", "admitted", "asked", "events", "reply", "sent_at")
 
@@ -716,8 +721,9 @@ class _PersonCall(ClientCall):
         self.reply: Reply | None = None
 
     def used(self, needs: Needs, reserved: int) -> tuple[int, int]:
-        """Return the tokens that the request used: of the prompt, and of the answer. Without a complete answer these
-        are those that were heard; if nothing was heard of an answer that was not awaited, what was ``reserved``."""
+        """Return the tokens of the prompt and of the answer that the request used. If the answer is incomplete, its
+        tokens are those that arrived. If nothing arrived of an answer that the server no longer waits for, they are
+        what was ``reserved``."""
         events = self.events
         said = self.request.said
         reply = self.reply

@@ -1,8 +1,8 @@
-"""Copies the data directory of a server while it runs, so that the copy is one that a start continues from.
+"""Copies the data directory of a server while it runs. A server can start from the copy.
 
-The catalog is copied first, and databases through SQLite. What changes meanwhile is newer in the copy than its catalog
-says: so it is after a kill too, and a start continues it. The catalog and the marker get their names last, so that a
-copy that was interrupted is not taken for a whole one.
+The catalog is copied first, and databases are copied through SQLite. Files that change meanwhile are newer in the copy
+than its catalog says. The same is true after a kill, and a start handles it. The catalog and the marker get their final
+names last, so that an incomplete copy is not taken for a whole one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LEFT_OUT_ENDS = (DELETED, ".new", "-wal", "-shm", "-journal")
 
 @dataclass(slots=True)
 class BackedUp:
-    """What a copy has. ``missing``: what the catalog names and the directory did not have."""
+    """What was copied. ``missing``: entries of the catalog whose files were not in the directory."""
 
     batches: int = 0
     files: int = 0
@@ -98,7 +98,7 @@ class _Copying:
         return done
 
     def _copy_folder(self, folder: Path) -> bool:
-        """Copy a folder with what is in it. Returns False if it is not there."""
+        """Copy a folder with its content. Returns False if the folder does not exist."""
         if not (self._data / folder).is_dir():
             return False
         (self._target / folder).mkdir(mode=0o700)
@@ -110,7 +110,7 @@ class _Copying:
         return (self._data / folder).is_dir()
 
     def _entries(self, folder: Path) -> list[Path]:
-        """Return what is to be copied of a folder, without what was copied before."""
+        """Return the entries of a folder that are still to be copied."""
         try:
             found = sorted((self._data / folder).iterdir())
         except FileNotFoundError:
@@ -137,7 +137,7 @@ class _Copying:
         return self._copy_file(path)
 
     def _copy_file(self, path: Path) -> bool:
-        """Copy a file. Returns False if it is not there any more."""
+        """Copy a file. Returns False if it was removed meanwhile."""
         target = self._target / path
         try:
             with (self._data / path).open("rb") as source:

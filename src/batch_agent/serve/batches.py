@@ -64,7 +64,7 @@ LEASE_SECONDS = 10.0  # after which another process takes over the batches of on
 
 
 class RunEnded(Exception):
-    """The run of a batch ended before its lines were done, and neither its client nor its deadline ended it."""
+    """The run of a batch ended before its lines were done, and not because of its client or its deadline."""
 
 
 class InUse(StoreError):
@@ -73,7 +73,7 @@ class InUse(StoreError):
 
 class ServedBatches:
     """All batches of a server. ``notify`` is called when a batch has ended and its tenant may have a webhook.
-    ``held_up`` returns why no batch can be worked on now, such as a full disk, or ""; it blocks."""
+    ``held_up`` returns the reason why no batch can be worked on now, such as a full disk, or "". It blocks."""
 
     def __init__(
         self,
@@ -107,7 +107,8 @@ class ServedBatches:
         return self._catalog.data / BATCHES / id
 
     def draft(self, id: str) -> Path:
-        """Return the folder of a batch that is being created. After a kill it is removed."""
+        """Return the folder for a batch that is being created. If a kill interrupts that, the next start removes the
+        folder."""
         return self._catalog.data / BATCHES / f"{id}{PART}"
 
     async def resume(self, tasks: asyncio.TaskGroup) -> None:
@@ -116,7 +117,7 @@ class ServedBatches:
         await self.take_over(await in_thread(self._catalog.unfinished))
 
     async def take_over(self, batches: list[ServedBatch]) -> None:
-        """Begin with batches that no process works on, and keep those of this process."""
+        """Start batches on which no process works, and renew the ownership of those of this process."""
         for tenant in tuple(self._waiting):
             self._open_next(tenant)  # a model that they wait behind may have gone away
         for batch in batches:
@@ -124,7 +125,7 @@ class ServedBatches:
                 await self.start(batch)
 
     async def start(self, batch: ServedBatch) -> None:
-        """Begin with a batch, unless this or another process works on it."""
+        """Start working on a batch, unless this or another process already does."""
         if not await in_thread(self._catalog.claim, batch.id, self._owner, self._lease):
             return
         if batch.id not in self._live and self._tasks is not None and not self._turnstile.resting:
@@ -148,7 +149,8 @@ class ServedBatches:
     # What clients ask for
 
     async def cancel(self, id: str) -> ServedBatch | None:
-        """Cancel a batch. One that has ended, or is being finalized, stays as it is."""
+        """Cancel a batch, and return it; None if it does not exist. A batch that has ended or is being finalized stays
+        unchanged."""
         change = partial(self._catalog.change_batch, id, lambda batch: batch.cancelled_at(self._now()))
         batch = await in_thread(change)
         if batch is not None and batch.stop == "cancelled" and id in self._stops:
@@ -175,7 +177,7 @@ class ServedBatches:
         )
 
     def estimate(self, batch: ServedBatch) -> float | None:
-        """Return the unix time at which a batch will be done; None if it is not known."""
+        """Return the time at which a batch will be done, in Unix seconds; None if it is unknown."""
         running = self.running.get(batch.id)
         if running is None:
             return None
@@ -183,8 +185,8 @@ class ServedBatches:
         return None if isinf(left) else self._now() + left
 
     def over_limit(self, tenant: Tenant, lines: int) -> str:
-        """Return why ``lines`` more of a tenant would be too many, or "". Blocks. Two batches at once are both counted
-        if it is called in the transaction that adds the lines."""
+        """Return the reason why a tenant may not add ``lines`` lines, or "". Blocks. Call it in the transaction that
+        adds the lines: then two batches that come at once are both counted."""
         queued = 0
         for batch in self._catalog.unfinished():
             if batch.tenant == tenant.name and batch.status in ("in_progress", "finalizing"):
@@ -197,8 +199,9 @@ class ServedBatches:
     # One batch
 
     async def _accompany(self, id: str) -> None:
-        """Take a batch to its end. After a failure it is continued. If that fails again and again without another line
-        done, and neither the data directory nor the disk nor another process is the reason, it ends as failed."""
+        """Work on a batch until it ends. After a failure, work continues. The batch ends as failed if that fails
+        several times without another line being done, and the cause is neither the data directory nor the disk nor
+        another process."""
         failures, least, reason, code = 0, inf, "", ""
         while True:
             try:
@@ -236,8 +239,8 @@ class ServedBatches:
                         told = await in_thread(self._held_up)
 
     async def _is_own(self, error: Exception) -> bool:
-        """Return whether a failure is that of the batch itself, and not of what all batches need: catalog, disk, data
-        directory, store."""
+        """Return whether the batch itself is the cause of a failure, and not something that all batches need: catalog,
+        disk, data directory, store."""
         if isinstance(error, InUse | CatalogError) or is_full(error):
             return False
         if self._store and isinstance(error, StoreError):
@@ -245,8 +248,8 @@ class ServedBatches:
         return not await in_thread(self._held_up)
 
     async def _set_record_aside(self, id: str) -> None:
-        """Move the record of a batch to ``lost/``: it may be what cannot be read. Answers that are only there are asked
-        again."""
+        """Move the record of a batch to ``lost/``, because it may be unreadable. Answers that are only in the record
+        are asked again."""
         record = self.folder(id) / RUN
         with suppress(OSError):
             if record.exists():
@@ -254,7 +257,7 @@ class ServedBatches:
                 logger.warning("batch %s: its record is now %s, and it is continued without it", id, moved)
 
     async def _fail(self, batch: ServedBatch, code: str, reason: str) -> None:
-        """End a batch that cannot be continued: all outcomes that are there are in its files."""
+        """End a batch that cannot be continued. Its files get all outcomes that exist."""
         locks: list[Lock] = []
         try:
             with suppress(FileNotFoundError):  # of its folder
@@ -274,7 +277,7 @@ class ServedBatches:
         await self._end(now, "cancelled" if now.stop == "cancelled" else "failed", tallied, code, reason)
 
     async def _end(self, batch: ServedBatch, status: str, tallied: Tallied, code: str = "", reason: str = "") -> None:
-        """Write the final state of a batch, whose files are complete."""
+        """Write the final state of a batch. Its files are complete."""
         why: list[JsonObject] = [{"code": code, "message": reason, "param": None, "line": None}]
         done = batch.at(
             status,  # type: ignore[arg-type]
@@ -321,7 +324,7 @@ class ServedBatches:
         self._notify()
 
     def _upload_of(self, batch: ServedBatch) -> Path | None:
-        """Return the content of the file that a batch was created from, if that is there."""
+        """Return the content of the file from which a batch was created; None if it no longer exists."""
         file = self._catalog.file(batch.input_file, batch.tenant) if batch.input_file else None
         path = None if file is None else self._catalog.content_of(file)
         return path if path is not None and path.exists() else None
@@ -331,8 +334,8 @@ class ServedBatches:
         return folder.is_dir() and (restore_input(folder, upload) or (folder / INPUT).exists())
 
     def _check(self, batch: ServedBatch) -> Checked | None:
-        """Check the lines of a batch; None if another process has done it. The lock is released here, so that it is
-        held until the end of this call also if its caller was cancelled."""
+        """Check the lines of a batch; return None if another process has done it. The lock is released in this
+        function, so that it is held until the check ends even if the caller is cancelled."""
         lock = self._lock(batch.id)
         try:
             now = self._catalog.batch(batch.id)
@@ -343,8 +346,8 @@ class ServedBatches:
             lock.release()
 
     def _lock(self, id: str) -> Lock:
-        """Take the lock of a batch's folder. Raises StoreError if another process works on the batch: it may have lost
-        the batch to this one because it was slow or stopped for a while, and would continue."""
+        """Take the lock of a batch's folder. Raises StoreError if another process works on the batch. That process may
+        have lost the ownership to this one because it was stopped for a while, and would continue."""
         try:
             return Lock(self.folder(id) / LOCK, "another server works on it")
         except StoreError as error:
@@ -354,7 +357,7 @@ class ServedBatches:
         return next((tenant for tenant in self._catalog.tenants() if tenant.name == name), None)
 
     async def _work(self, batch: ServedBatch, *, thorough: bool = False) -> None:
-        """Run the lines of a batch that are left, and finalize it. ``thorough``: its files are looked at closely."""
+        """Run the remaining lines of a batch, and finalize it. ``thorough``: its files are checked completely first."""
         if batch.status == "in_progress" and not batch.stop:
             await self._wait_open(batch)
         locks: list[Lock] = []
@@ -376,7 +379,7 @@ class ServedBatches:
             self._open_next(batch.tenant)
 
     async def _work_alone(self, batch: ServedBatch) -> None:
-        """Run and finalize a batch whose lock is held. Raises RunEnded if lines are left that should be done."""
+        """Run and finalize a batch whose lock is held. Raises RunEnded if lines remain that should be done."""
         stop, opened = batch.stop, list[BatchLines]()
         try:
             await in_whole_thread(lambda: opened.append(BatchLines(self.folder(batch.id), batch)))
@@ -399,7 +402,8 @@ class ServedBatches:
                 await in_thread(lines.close)
 
     async def _run(self, running: RunningBatch) -> str:
-        """Ask lines until none is left, or until the batch is cancelled or expires. Returns which, or ""."""
+        """Run lines until none is left, or until the batch is cancelled or expires. Returns the reason for stopping
+        early, or ""."""
         batch = running.batch
         if batch.wire == "anthropic":
             await self._models.models()  # so that ``knows`` knows
@@ -452,7 +456,8 @@ class ServedBatches:
                 running.take(result)
 
     async def _tell_progress(self, running: RunningBatch) -> None:
-        """Write the numbers of a batch now and then, for other processes and for the time after a kill."""
+        """Write the numbers of a batch to the catalog from time to time, for other processes and for a start after a
+        kill."""
         told = 0
         while True:
             await asyncio.sleep(PROGRESS_SECONDS)
@@ -479,13 +484,13 @@ class ServedBatches:
         await self._end(begun, end, lines.tallied, DAMAGED, damage)
 
     async def forget_run(self, id: str) -> None:
-        """Delete the run of a batch that has ended, if it is in Redis: everything is in the files."""
+        """Delete the run of a batch that has ended, if it is in Redis: its files have everything."""
         if self._store:
             with suppress(StoreError):
                 await in_thread(delete_run, StoreAddress.parse(f"{self._store}/{RUNS_PREFIX}{id}"))
 
     async def forget_runs(self) -> None:
-        """Delete what a process that was killed has left in Redis. Runs of other servers stay."""
+        """Delete runs in Redis that killed processes of this server have left. Runs of other servers stay."""
         if self._store:
             names = await in_thread(run_names, StoreAddress.parse(self._store, named=False))
             for id in [name.removeprefix(RUNS_PREFIX) for name in names if name.startswith(RUNS_PREFIX)]:
@@ -494,7 +499,7 @@ class ServedBatches:
                     await self.forget_run(id)
 
     async def _put(self, batch: ServedBatch, files: list[StoredFile] | None = None) -> None:
-        """Write a batch that has ended, with the notice to its tenant."""
+        """Write a batch that has ended to the catalog, together with the notice to its tenant."""
         notice = notice_of(batch, self._now())
         await in_thread(self._catalog.put_batch, batch, files or [], notice)
         self.ended[batch.tenant, batch.status] += 1
@@ -504,7 +509,7 @@ class ServedBatches:
     # How many runs are open
 
     async def _wait_open(self, batch: ServedBatch) -> None:
-        """Wait until few batches of the tenant are open, or until this one is cancelled or expires."""
+        """Wait until the tenant has few open batches, or until this one is cancelled or expires."""
         own = self._waiting.setdefault(batch.tenant, {})
         turn = asyncio.get_running_loop().create_future()
         own[batch.id] = batch.deadline, turn

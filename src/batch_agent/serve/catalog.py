@@ -92,9 +92,9 @@ class CatalogError(StoreError):
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """``name`` is never used twice: a name that is given again after it was revoked is "alice~2", and ``label`` is
-    "alice". ``share``: its weight beside other tenants. ``max_queued``: lines that may wait in all. ``tokens_per_day``:
-    None for any number. ``configured``: its key is in the configuration."""
+    """A tenant. ``name`` is never used twice: if a name is given again after it was revoked, the new tenant has the
+    name "alice~2" and the ``label`` "alice". ``share``: its weight beside other tenants. ``max_queued``: largest number
+    of lines that may wait. ``tokens_per_day``: None for no limit. ``configured``: its key is in the configuration."""
 
     name: str
     share: float = 1.0
@@ -119,8 +119,8 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """The tokens of a tenant that a process holds for its requests in flight, from ``least`` to ``most``. ``limit``: of
-    the day; None for none."""
+    """Tokens of a tenant that a process holds for its requests in flight, between ``least`` and ``most``. ``limit``:
+    the tenant's limit of the day; None for none."""
 
     tenant: str
     least: int
@@ -130,7 +130,7 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class DayTokens:
-    """Tokens by tenant. ``used``: today, with the holds of other processes; ``held``: by this process."""
+    """Tokens by tenant. ``used``: of today, with the holds of other processes. ``held``: by this process."""
 
     used: Mapping[str, int]
     held: Mapping[str, int]
@@ -151,8 +151,8 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class ServedBatch:
-    """A batch as the catalog has it. Times are unix seconds. ``counts``: lines that succeeded and failed. ``stop`` is
-    the reason why no further line starts: "cancelled", "expired" or "failed"."""
+    """A batch as the catalog stores it. Times are in Unix seconds. ``counts``: how many lines succeeded and failed.
+    ``stop`` is the reason why no further line starts: "cancelled", "expired" or "failed"."""
 
     id: str
     tenant: str
@@ -189,11 +189,11 @@ class ServedBatch:
         return self.times.get(self.status) if self.is_over else None
 
     def at(self, status: Status, now: float, **changes: object) -> ServedBatch:
-        """Return it in another status."""
+        """Return the batch with another status."""
         return replace(self, status=status, times={**self.times, status: now}, **changes)  # type: ignore[arg-type]
 
     def cancelled_at(self, now: float) -> ServedBatch | None:
-        """Return it while it is being cancelled; None if it has ended, or is being finalized, and stays as it is."""
+        """Return the batch while it is being cancelled; None if it has ended or is being finalized."""
         is_open = self.status in ("validating", "in_progress")
         return self.at("cancelling", now, stop="cancelled") if is_open else None
 
@@ -203,7 +203,7 @@ Stored = TypeVar("Stored", Tenant, StoredFile, ServedBatch)
 
 @dataclass(frozen=True, slots=True)
 class ConfiguredTenant:
-    """A tenant of the configuration. ``old_key`` is accepted beside ``key``; "" for none."""
+    """A tenant of the configuration. ``old_key`` is accepted in addition to ``key``; "" for none."""
 
     tenant: Tenant
     key: str
@@ -211,12 +211,12 @@ class ConfiguredTenant:
 
 
 def label_of(name: str) -> str:
-    """Return the name of a tenant as people gave it."""
+    """Return the name of a tenant as its operator gave it."""
     return name.partition(AGAIN)[0]
 
 
 def check_tenant_name(name: str) -> None:
-    """Raise SpecError for a name that a tenant cannot have."""
+    """Raise SpecError for an invalid name of a tenant."""
     if not name.replace("-", "").replace("_", "").replace(".", "").isalnum() or len(name) > 64:
         raise SpecError("the name of a tenant has letters, digits, '-', '_' and '.', and at most 64 of them")
     if name == OPERATOR:
@@ -246,7 +246,7 @@ class Catalog:
         shared: bool | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """``shared``: processes of several machines use it; None: as its servers have opened it."""
+        """``shared``: processes on several machines use it; None: as the servers before have set it."""
         self.data = data
         self._clock = clock
         self._lock = RLock()
@@ -276,7 +276,7 @@ class Catalog:
         return db
 
     def reopen(self) -> None:
-        """Open the file again: the directory was away, and an open file may belong to what was there before."""
+        """Open the file again: the directory was away, and the open file may belong to an earlier one."""
         with self._lock:
             fresh = self._opened()
             self._db.close()
@@ -350,7 +350,7 @@ class Catalog:
         part.replace(path)
 
     def add_tenant(self, tenant: Tenant) -> str:
-        """Add a tenant, and return its new key. What an earlier tenant of this name had stays separate. Raises
+        """Add a tenant, and return its new key. What belongs to an earlier tenant of this name stays separate. Raises
         SpecError if the name is in use."""
         key = new_key()
         with self._writing() as db:
@@ -361,8 +361,8 @@ class Catalog:
         return key
 
     def rotate_key(self, label: str, overlap: float) -> str:
-        """Return a new key of a tenant. The former one is accepted for ``overlap`` seconds. Raises SpecError if there
-        is no such tenant, or if its key is in the configuration."""
+        """Give a tenant a new key, and return it. The former key is accepted for ``overlap`` seconds. Raises SpecError
+        if there is no such tenant, or if its key is in the configuration."""
         key = new_key()
         with self._writing() as db:
             name = next((name for name, state in _tenants_named(db, label) if state == ACTIVE), None)
@@ -381,9 +381,9 @@ class Catalog:
         return key
 
     def configure(self, given: Sequence[ConfiguredTenant]) -> list[str]:
-        """Make the tenants of the configuration those that are given, and return the labels of those that are revoked
-        because they are not given any more. A tenant that comes back with the key that it had is the same. Raises
-        SpecError for a key that two tenants have."""
+        """Make ``given`` the configured tenants. Returns the labels of those that are revoked because they are not
+        given any more. A tenant that comes back with its former key is the same tenant. Raises SpecError if two have
+        the same key."""
         with self._writing() as db:
             found = db.execute(f"SELECT {TERMS} FROM tenant WHERE revoked != ?", (REVOKED,)).fetchall()
             before = [tenant for tenant in (_read(Tenant, row[0]) for row in found) if tenant.configured]
@@ -406,7 +406,7 @@ class Catalog:
         return [tenant.label for tenant in gone]
 
     def set_configured_away(self) -> list[str]:
-        """Refuse the keys of all configured tenants until a configuration is given again; return their labels. Their
+        """Refuse the keys of all configured tenants until there is a configuration again; return their labels. Their
         batches continue."""
         found = [tenant for tenant in self.tenants() if tenant.configured]
         with self._writing() as db:
@@ -448,7 +448,7 @@ class Catalog:
         return {row[0] for row in self._rows("SELECT name FROM tenant WHERE revoked = ?", REVOKED)}
 
     def tenant_of(self, key: str) -> Tenant | None:
-        """Return the tenant that a key belongs to."""
+        """Return the tenant to whom a key belongs, or None."""
         digest = hashed(key)
         query = f"SELECT {TERMS} FROM tenant WHERE revoked = ? AND (hash = ? OR name = (SELECT tenant FROM former_key "
         query += "WHERE hash = ? AND until > ?))"
@@ -457,7 +457,7 @@ class Catalog:
     # Files
 
     def stored(self, tenant: str | None = None) -> dict[str, tuple[int, int]]:
-        """Return number and bytes of the files of each tenant, or of one; requests of Message Batches are files too."""
+        """Return number and bytes of the files of each tenant, or of one. Requests of Message Batches are files too."""
         query = (
             "SELECT tenant, COUNT(*), SUM(json_extract(document, '$.bytes')) FROM (SELECT tenant, document FROM file "
             "UNION ALL SELECT tenant, document FROM batch WHERE wire = 'anthropic') WHERE ? IN (tenant, '') "
@@ -466,7 +466,7 @@ class Catalog:
         return {name: (int(files), int(size or 0)) for name, files, size in self._rows(query, tenant or "")}
 
     def add_file(self, file: StoredFile, admit: Callable[[], None] = lambda: None) -> None:
-        """Add a file. Raises what ``admit`` raises: it is called in the same transaction."""
+        """Add a file. ``admit`` is called in the same transaction; if it raises, nothing is added."""
         with self._writing() as db:
             admit()
             insert_file(db, file)
@@ -479,7 +479,7 @@ class Catalog:
     def files(
         self, tenant: str, *, purpose: str | None, after: str | None, limit: int, newest_first: bool
     ) -> list[StoredFile]:
-        """Return a page of files. ``after`` is the last id of the page before."""
+        """Return a page of files. ``after`` is the last id of the previous page."""
         order, sign = ("DESC", "<") if newest_first else ("ASC", ">")
         query = "SELECT document FROM file WHERE tenant = ? AND (expires IS NULL OR expires > ?)"
         more: list[object] = [tenant, self._clock()]
@@ -510,7 +510,7 @@ class Catalog:
         return self.data / BATCHES / file.batch / (ERRORS if file.id.endswith("-error") else OUTPUT)
 
     def set_keep(self, keep: float) -> None:
-        """Set for how long files are kept whose clients have not said when they expire."""
+        """Set how long files are kept if their clients have not set an expiry."""
         with self._writing() as db:
             for (document,) in db.execute("SELECT document FROM file").fetchall():
                 file = _read(StoredFile, document)
@@ -528,8 +528,9 @@ class Catalog:
     def add_batch(
         self, batch: ServedBatch, key: str | None = None, admit: Callable[[], None] = lambda: None
     ) -> ServedBatch:
-        """Add a batch. If the Idempotency-Key ``key`` was used before, return the batch of then. Raises KeyReused if
-        that one had another body, and what ``admit`` raises: it is called in the same transaction."""
+        """Add a batch and return it, or the batch that was created before with the Idempotency-Key ``key``. Raises
+        KeyReused if that request had another body. ``admit`` is called in the same transaction; if it raises, nothing
+        is added."""
         with self._writing() as db:
             if key is not None:
                 known = db.execute(
@@ -553,12 +554,12 @@ class Catalog:
         return batch
 
     def batch_under(self, tenant: str, key: str) -> ServedBatch | None:
-        """Return the batch that was created with an Idempotency-Key."""
+        """Return the batch that was created with an Idempotency-Key; None if there is none."""
         query = "SELECT b.document FROM idempotency i JOIN batch b ON b.id = i.batch WHERE i.tenant = ? AND i.key = ?"
         return next(iter(self._all(ServedBatch, query, tenant, key)), None)
 
     def put_batch(self, batch: ServedBatch, files: Sequence[StoredFile] = (), notice: JsonObject | None = None) -> None:
-        """Write a batch with the files that come with its new status, and the notice of it."""
+        """Write a batch, its files, and the notice about its new status, in one transaction."""
         with self._writing() as db:
             put_batch(db, batch)
             for file in files:
@@ -584,8 +585,8 @@ class Catalog:
         change: Callable[[ServedBatch], ServedBatch | None],
         notice: Callable[[ServedBatch], JsonObject | None] = lambda changed: None,
     ) -> ServedBatch | None:
-        """Apply ``change`` to the newest version of a batch, in one transaction with the notice of its new state.
-        None leaves it as it is. Returns the batch after that; None if there is no such batch."""
+        """Apply ``change`` to the newest version of a batch, in one transaction with the notice about its new state. If
+        ``change`` returns None, the batch stays unchanged. Returns the batch afterwards; None if it does not exist."""
         with self._writing() as db:
             found = db.execute("SELECT document FROM batch WHERE id = ?", (id,)).fetchone()
             if found is None:
@@ -614,8 +615,8 @@ class Catalog:
         before: str | None = None,
         limit: int = 20,
     ) -> list[ServedBatch]:
-        """Return a page of batches, newest first. ``tenant`` None: of all. ``after`` and ``before`` are ids: the page
-        begins behind the first, or ends in front of the second."""
+        """Return a page of batches, newest first. ``tenant`` None: batches of all tenants. ``after`` and ``before`` are
+        ids: the page begins behind ``after``, or ends in front of ``before``."""
         query, values = "SELECT document FROM batch WHERE TRUE", list[object]()
         if tenant is not None:
             query, values = f"{query} AND tenant = ?", [tenant]
@@ -638,8 +639,8 @@ class Catalog:
         return self._all(ServedBatch, query, *FINAL)
 
     def claim(self, id: str, owner: str, seconds: float | None) -> bool:
-        """Make a process the owner of a batch for some time, unless another process is. ``seconds`` None: there is no
-        other process. Returns whether it is the owner."""
+        """Make a process the owner of a batch for some time, unless another one is. ``seconds`` None: there is no other
+        process. Returns whether it is the owner."""
         now = self._clock()
         with self._writing() as db:
             if seconds is None:
@@ -669,8 +670,8 @@ class Catalog:
     # Tokens by day
 
     def count_tokens(self, owner: str, used: Mapping[str, int], holds: Sequence[Hold]) -> DayTokens:
-        """Count tokens that tenants used, and set what a process holds, within the limit of the day. A hold counts as
-        used for all others, and for the processes that come after a kill, until its day ends."""
+        """Count tokens that tenants used, and set what a process holds within the limit of the day. For other processes
+        a hold counts as used; after a kill, until its day ends."""
         day, held = self._today(), dict[str, int]()
         if used or holds:
             with self._writing() as db:
@@ -693,7 +694,7 @@ class Catalog:
         return DayTokens(self.used_today(owner), held)
 
     def used_today(self, owner: str = "") -> dict[str, int]:
-        """Return the tokens that each tenant used today, with what processes hold, except ``owner``."""
+        """Return the tokens that each tenant used today, together with the holds of all processes except ``owner``."""
         day = self._today()
         query = f"SELECT tenant, SUM(tokens) FROM ({USED}) WHERE owner != ? GROUP BY tenant"
         return {tenant: int(tokens) for tenant, tokens in self._rows(query, day, day, owner)}
@@ -704,7 +705,7 @@ class Catalog:
     # Notices to webhooks
 
     def due_notices(self, tenant: str) -> list[tuple[str, str, int]]:
-        """Return id, body and number of failed attempts of the notices to a tenant that are due."""
+        """Return id, body and number of failed attempts of the due notices to a tenant."""
         query = "SELECT id, body, tries FROM notice WHERE tenant = ? AND due <= ? ORDER BY due LIMIT 100"
         return [(id, body, int(tries)) for id, body, tries in self._rows(query, tenant, self._clock())]
 
@@ -748,7 +749,7 @@ def _next_name(label: str, rows: Sequence[tuple[str, int]]) -> str:
 
 
 def _holder(db: sqlite3.Connection, rows: Sequence[tuple[str, int]], key: str) -> str:
-    """Return the name of the tenant, among these, whose key it was, or ""."""
+    """Return the name of the tenant among ``rows`` that has this key, or ""."""
     for name, _ in rows:
         if db.execute("SELECT 1 FROM tenant WHERE name = ? AND hash = ?", (name, hashed(key))).fetchone():
             return name

@@ -26,14 +26,15 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def since_boot() -> float:
-    """Return seconds of real time since the boot of the system, with those that it slept if it counts them."""
+    """Return the seconds of real time since the system was booted. Time in which it slept is included if the system
+    counts it."""
     number = getattr(time, "CLOCK_BOOTTIME", None)
     return time.monotonic() if number is None else time.clock_gettime(number)
 
 
 class ServedClock:
-    """``wall`` is the wall clock, ``elapsed`` real time. ``data``: the directory that keeps the time between two
-    starts; None to keep nothing. Any thread may ask for the time."""
+    """The time of a server. ``wall`` is the wall clock, ``elapsed`` real time. ``data`` is the directory in which the
+    time is kept between two starts; None: it is not kept. Any thread may ask for the time."""
 
     def __init__(
         self, wall: Callable[[], float] = time.time, elapsed: Callable[[], float] = since_boot, data: Path | None = None
@@ -50,7 +51,7 @@ class ServedClock:
         self._continue()
 
     def now(self) -> float:
-        """Return the time of day in unix seconds."""
+        """Return the time of day in Unix seconds."""
         with self._lock:
             wall, at = self._wall(), self._elapsed()
             passed = max(0.0, at - self._at)
@@ -77,7 +78,7 @@ class ServedClock:
                 write_json(self._path, kept)
 
     def _continue(self) -> None:
-        """Continue from the time that an earlier start has kept, if the system has not been booted since."""
+        """Continue from the time that an earlier start has kept, unless the system was booted since."""
         with suppress(OSError, TypeError, ValueError):
             kept = {} if self._path is None or not self._boot else read_json_file(self._path) or {}
             elapsed, now, wall = [float(str(kept.get(name))) for name in ("elapsed", "now", "wall")]

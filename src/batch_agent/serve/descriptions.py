@@ -1,5 +1,7 @@
-"""Descriptions of batches, uploads and tenants, in files beside them: a start completes a lost or older catalog from
-these (``recovery``). They follow the catalog: each is written after the transaction that changed its subject.
+"""Descriptions of batches, uploads and tenants, in files beside them. If the catalog is lost or older, a start
+completes it from them (``recovery``).
+
+A description is written after the transaction that changed its subject.
 """
 
 from __future__ import annotations
@@ -29,18 +31,19 @@ REVISION += "INSERT OR IGNORE INTO revision VALUES (1, 0);\n" + "".join(
 
 
 class Descriptions:
-    """``due``: kind and id of what has changed since it was described. Not for several threads at once."""
+    """Writes descriptions. ``due``: kind and id of what has changed since it was described. Not safe for several
+    threads at once."""
 
     def __init__(self, data: Path) -> None:
         self._data, self._revision = data, -1
         self.due: set[tuple[str, str]] = set()
 
     def add(self, kind: str, ids: Iterable[str]) -> None:
-        """Note that a ``batch`` or a ``file`` is to be described."""
+        """Note that a ``batch`` or a ``file`` has changed and must be described."""
         self.due |= {(kind, id) for id in ids}
 
     def write(self, db: sqlite3.Connection) -> None:
-        """Write what is due. What cannot be written now stays due."""
+        """Write the descriptions that are due. Those that cannot be written stay due."""
         try:
             (revision,) = db.execute("SELECT tenants FROM revision").fetchone()
             if revision != self._revision:

@@ -1,7 +1,7 @@
-"""The data directory of a server: whose it is, whether it is there now, and the descriptions beside what it holds.
+"""The data directory of a server: whether it is ours, whether it is present, and the descriptions beside its content.
 
 A marker file makes a directory ours. A directory that holds anything else is refused and not touched. The marker has a
-random id, so that a running server notices if the directory is away, or if another one has taken its place.
+random id, so that a running server notices if the directory is away or was replaced.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TABLES = {"tenant", "file", "batch", "idempotency"}  # of a catalog
 
 
 def claim(data: Path) -> None:
-    """Make a new or empty directory ours. Raises SpecError for a foreign one, which stays as it is."""
+    """Make a new or empty directory ours. Raises SpecError for a foreign directory, which stays unchanged."""
     try:
         if not is_marked(data):
             data.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -55,8 +55,8 @@ def claim(data: Path) -> None:
 
 
 def is_marked(data: Path) -> bool:
-    """Return whether a directory has a marker of ours; False if a start would write one: it is new or empty, or that of
-    an earlier version. Raises SpecError for any other."""
+    """Return whether a directory has our marker. False: it is new or empty, or is that of an earlier version, so that a
+    start would write a marker. Raises SpecError for any other directory."""
     if _marked(data) or not data.is_dir():
         return _marked(data)
     names = {path.name for path in data.iterdir() if not path.name.startswith(MARKER)} - NOT_OURS
@@ -70,7 +70,7 @@ def is_marked(data: Path) -> bool:
 
 
 def _marked(data: Path) -> bool:
-    """Return whether a directory has a marker of ours. Raises SpecError for one of a later version."""
+    """Return whether a directory has our marker. Raises SpecError for the marker of a later version."""
     found = read_json_file(data / MARKER)
     if found is None or found.get("kind") != KIND:
         return False
@@ -80,7 +80,7 @@ def _marked(data: Path) -> bool:
 
 
 def _is_earlier(data: Path) -> bool:
-    """Return whether a directory without a marker is that of an earlier version."""
+    """Return whether a directory without a marker was made by an earlier version."""
     try:
         if (data / KEY_FILE).read_text().startswith("sk-serve-") and (data / LOCK_FILE).exists():
             return True
@@ -100,7 +100,7 @@ def _tables(path: Path) -> set[str]:
 
 
 class Presence:
-    """Says whether a data directory is where it was when this was made."""
+    """Checks that a data directory is still the one that was there when this object was made."""
 
     def __init__(self, data: Path) -> None:
         self._data = data
@@ -111,7 +111,7 @@ class Presence:
         return found.get("id") if isinstance(found, dict) else None
 
     def away(self) -> str:
-        """Return why the directory cannot be used now, or "". Blocks."""
+        """Return the reason why the directory cannot be used now, or "". Blocks."""
         try:
             is_same = self._now() == self._id
         except FileNotFoundError:
@@ -159,7 +159,7 @@ def sync(path: Path) -> None:
 
 
 def move_to_lost(data: Path, path: Path) -> Path:
-    """Move something below the data to ``lost/``. Returns where it is now."""
+    """Move a file or folder of the data to ``lost/``. Returns its new path."""
     target = data / LOST / path.relative_to(data)
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     free, number = target, 0
@@ -171,7 +171,7 @@ def move_to_lost(data: Path, path: Path) -> Path:
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Return whether a failure is that of a full disk."""
+    """Return whether a full disk is the cause of an error."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return True

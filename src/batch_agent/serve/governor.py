@@ -42,13 +42,14 @@ OVERHEAD_TOKENS = 8.0  # the time before the first token, in tokens
 
 @dataclass(slots=True)
 class TokenPace:
-    """Seconds per token of an answer. ``idle`` is that of an almost idle engine."""
+    """Seconds per token of an answer. ``idle`` is the pace of an almost idle engine."""
 
     idle: float = 0.0
     certain: bool = False  # measured on an idle engine, and not only the best of a busy one
 
     def learn(self, seconds: float, tokens: float, lines: int, beside: int) -> None:
-        """Learn from an answer. ``lines`` were in flight beside it, and ``beside`` requests in all, at any time."""
+        """Learn from an answer. ``lines``: largest number of lines that were in flight beside it; ``beside``: largest
+        number of all requests beside it."""
         pace = seconds / (tokens + OVERHEAD_TOKENS)
         if beside <= FEW:
             self.idle = pace if not self.certain else self.idle + LEARN * (pace - self.idle)
@@ -59,7 +60,8 @@ class TokenPace:
 
 
 class Governor:
-    """``target``: the multiple of the idle latency, for ``percentile`` of 100 answers; None for no limit."""
+    """Limits the lines in flight. ``target``: the multiple of the idle latency that ``percentile`` of 100 answers may
+    take; None for no limit."""
 
     def __init__(self, target: float | LatencyTarget | None) -> None:
         if not isinstance(target, LatencyTarget | None):
@@ -90,17 +92,17 @@ class Governor:
 
     @property
     def waits(self) -> bool:
-        """Return whether an interactive request waits for admission."""
+        """Whether an interactive request waits for admission."""
         return self.waiting > 0
 
     @property
     def shown(self) -> float | str | None:
-        """Return the target for people: a number for the median, else a text such as "p95 3"."""
+        """The target for display: a number for the median, else a text such as "p95 3"; None without a target."""
         return str(self.told) if self._is_tail else self.target
 
     @property
     def ratio(self) -> float:
-        """Return the latency over that of an idle engine, at the percentile of the target."""
+        """Return the latency divided by the latency of an idle engine, at the percentile of the target."""
         if not self._is_tail or not self._seen:
             return self._smoothed
         assert self.told is not None
@@ -112,7 +114,7 @@ class Governor:
         return self.active > 0 or now - self._asked < quiet
 
     def limit(self, now: float) -> int | None:
-        """Return how many lines may be in flight; None: any number."""
+        """Return the largest number of lines that may be in flight; None for no limit."""
         if self.target is None:
             return None
         if not self.people_there(now):
@@ -130,8 +132,8 @@ class Governor:
         self.reason = f"the latency target is given up: {reason}"
 
     def began(self, now: float, lines: int) -> bool:
-        """An interactive request came while ``lines`` were in flight. Returns whether people have come: from now on
-        there is a limit."""
+        """Note that an interactive request has come while ``lines`` lines were in flight. Returns True if it is the
+        first after a pause: from now on there is a limit."""
         gap = now - self._came
         if gap < QUIET_SECONDS:  # else they came back
             self._gap += (LEARN if gap < self._gap else 2 * LEARN) * (gap - self._gap)
@@ -148,8 +150,8 @@ class Governor:
         return comes
 
     def _first(self) -> float:
-        """Return the limit for the first people: 0 while the pace of an idle engine is to be measured. The pace grows
-        with the lines in proportion, as far as is known."""
+        """Return the first limit after a pause: 0 if the pace of an idle engine must still be measured. It is assumed
+        that the pace grows in proportion to the lines."""
         lines, pace = self._busy
         if not self.pace.certain:
             return 0.0
@@ -160,7 +162,7 @@ class Governor:
         return max(1.0, COMFORT * share * lines)
 
     def admitted(self) -> None:
-        """The engine has begun with an interactive request."""
+        """Note that the engine has begun with an interactive request."""
         self.waiting -= 1
 
     def ended(self, now: float) -> None:
@@ -168,7 +170,8 @@ class Governor:
         self._asked = now
 
     def learn_line(self, seconds: float, tokens: int, beside: int) -> None:
-        """A line was answered; at most ``beside`` other requests were in flight at its start and at its end."""
+        """Note that a line was answered. At its start and at its end, at most ``beside`` other requests were in
+        flight."""
         if tokens:
             if not self.pace.certain:
                 self.pace.learn(seconds, tokens, beside, beside)
@@ -176,8 +179,8 @@ class Governor:
                 self._busy = beside, seconds / (tokens + OVERHEAD_TOKENS)
 
     def answered(self, seconds: float, tokens: int, before: int, lines: int, now: float) -> None:
-        """An interactive request was answered, and is not active any more. ``before`` lines were in flight at its
-        start, and ``lines`` are now."""
+        """Note that an interactive request was answered. ``before``: lines in flight at its start; ``lines``: lines in
+        flight now."""
         most = max(before, lines)
         self.pace.learn(seconds, tokens, most, most + self.active)
         if most > FEW and not self._busy[0]:

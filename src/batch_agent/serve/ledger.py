@@ -29,7 +29,7 @@ AHEAD_PART = 1 / 16  # of the tokens that are left, at most
 
 
 class DayUsed(Exception):
-    """The tokens of the day do not suffice. ``for_now``: they would, without the requests that are in flight."""
+    """The tokens of the day are not enough. ``for_now``: they would be enough without the requests in flight."""
 
     def __init__(self, *, for_now: bool) -> None:
         super().__init__()
@@ -45,7 +45,8 @@ class _Waiter:
 
 @dataclass(slots=True, eq=False)
 class _Budget:
-    """Of one tenant. ``used``: of today, as the catalog had it last, with the holds of other processes."""
+    """The tokens of one tenant. ``used``: what was used today, as the catalog had it last, with the holds of other
+    processes."""
 
     limit: int | None = None
     used: int = 0
@@ -59,12 +60,13 @@ class _Budget:
 
     @property
     def free(self) -> int:
-        """Tokens of the hold that a request may reserve. What was used counts as held until it is written."""
+        """The tokens of the hold that a request may reserve. Tokens that were used count as held until they are
+        written."""
         return self.held - self.reserved - self.settled
 
 
 class TokenLedger:
-    """``changed`` is called when lines that had no tokens may have some now."""
+    """The tokens of all tenants. ``changed`` is called when lines that had no tokens may have some."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -76,13 +78,13 @@ class TokenLedger:
         self.changed: Callable[[], None] = lambda: None
 
     def set_limit(self, tenant: str, limit: int | None) -> None:
-        """Set the tokens that a tenant may use in a day; None: any number."""
+        """Set the number of tokens that a tenant may use in a day; None for no limit."""
         budget = self._budget(tenant)
         if budget.limit != limit:
             budget.limit, budget.refused = limit, None
 
     def limit(self, tenant: str) -> int | None:
-        """Return the tokens that a tenant may use in a day; None: any number."""
+        """Return the number of tokens that a tenant may use in a day; None for no limit."""
         return self._budget(tenant).limit
 
     def today(self, tenant: str) -> int:
@@ -91,11 +93,11 @@ class TokenLedger:
         return budget.used + budget.settled
 
     def reserved(self, tenant: str) -> int:
-        """Return the tokens that requests in flight may still use."""
+        """Return the number of tokens that the tenant's requests in flight may still use."""
         return self._budget(tenant).reserved
 
     def is_used_up(self, tenant: str) -> bool:
-        """Return whether a line waits for tokens, and no request in flight may give some back."""
+        """Return whether a line waits for tokens and no request in flight may return some."""
         budget = self._budget(tenant)
         return budget.refused is not None and not budget.reserved
 
@@ -124,7 +126,7 @@ class TokenLedger:
             raise
 
     def may_take(self, tenant: str, least: int, most: int) -> bool:
-        """Return whether a line may start now. If not, more tokens are asked for."""
+        """Return whether a line may start now. If not, more tokens are requested from the catalog."""
         budget = self._budget(tenant)
         if budget.limit is None or (budget.free >= least and not budget.waiters):
             return True
@@ -138,7 +140,7 @@ class TokenLedger:
         return False
 
     def _ahead(self, budget: _Budget, most: int) -> int:
-        """Return the tokens to hold for lines that come, each of which may use ``most``."""
+        """Return how many tokens to hold in advance for further lines, each of which may use ``most``."""
         left = (budget.limit or 0) - budget.used - budget.settled - budget.reserved
         return min(AHEAD * most, int(max(0, left) * AHEAD_PART))
 
@@ -158,7 +160,7 @@ class TokenLedger:
     # After it
 
     def settle(self, tenant: str, reserved: int, used: int) -> None:
-        """Count what a request used, in place of what was reserved for it."""
+        """Replace what was reserved for a request by what it used."""
         budget = self._budget(tenant)
         budget.reserved -= reserved
         budget.settled += used
@@ -230,7 +232,8 @@ class TokenLedger:
             self.changed()
 
     async def close(self) -> None:
-        """Count everything. What is reserved now belongs to requests that are not awaited: it counts as used."""
+        """Count everything. Answers to requests in flight are no longer awaited, so that their reservations count as
+        used."""
         for budget in self._budgets.values():
             budget.settled += budget.reserved
             budget.reserved = 0

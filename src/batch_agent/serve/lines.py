@@ -57,7 +57,7 @@ _LINE_ENDS = re.compile("\x85|\u2028|\u2029".encode())
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """One request of a batch. ``number`` is counted from 0. ``group``: lines with the same one share a long prefix."""
+    """One request of a batch. ``number`` counts from 0. Lines with the same ``group`` share a long prefix."""
 
     number: int
     offset: int
@@ -71,7 +71,8 @@ class BatchLine:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """``errors`` are empty if the batch may run. ``model``: if all lines have the same one."""
+    """The result of the check. ``errors`` is empty if the batch may run. ``model``: the model, if all lines have the
+    same one."""
 
     total: int
     errors: list[JsonObject]
@@ -80,7 +81,7 @@ class Checked:
 
 @dataclass(slots=True)
 class Tallied:
-    """What the outcomes on disk add up to."""
+    """The totals of the outcomes on disk."""
 
     completed: int = 0
     failed: int = 0
@@ -88,7 +89,7 @@ class Tallied:
     usage: dict[str, int] = field(default_factory=dict)
 
     def add(self, usage: JsonValue) -> None:
-        """Add the usage of a document, in the form of any wire, as input and output tokens."""
+        """Add the usage of a document as input and output tokens. The usage may have the form of any wire."""
         if not isinstance(usage, dict):
             return
         for name, count in usage.items():
@@ -146,7 +147,7 @@ class LineCheck:
         self.errors.append({"code": code, "message": message, "param": param, "line": line})
 
     def take(self, raw: bytes, place: int, offset: int) -> None:
-        """Check one line. ``place`` is its number in the file, from 1."""
+        """Check one line. ``place`` is its number in the file, counted from 1."""
         self.total += 1
         if self.total > self._max_lines:
             self.refuse(None, "too_many_lines", f"The file has more than {self._max_lines} lines.")
@@ -219,7 +220,7 @@ class LineCheck:
 
 
 def check_lines(folder: Path, endpoint: str, knows: Callable[[str], bool], max_lines: int) -> Checked:
-    """Check the input of a batch of OpenAI's API, and write its index. ``knows``: whether a model is served."""
+    """Check the input of a batch of OpenAI's API, and write its index. ``knows`` returns whether a model is served."""
     with closing(connect(folder / (INDEX + PART), new=True)) as index, (folder / INPUT).open("rb") as file:
         check = LineCheck(endpoint, knows, max_lines, index)
         offset = 0
@@ -239,7 +240,7 @@ def check_lines(folder: Path, endpoint: str, knows: Callable[[str], bool], max_l
 
 
 def raw_lines(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines. Of one that is too long, only the first part: the check refuses it."""
+    """Yield the lines. Of a line that is too long only the first part is yielded, which the check refuses."""
     while raw := file.readline(MOST_LINE_BYTES + 2):
         if len(raw) > MOST_LINE_BYTES and not raw.endswith(b"\n"):
             while (rest := file.readline(MOST_LINE_BYTES)) and not rest.endswith(b"\n"):
@@ -248,7 +249,7 @@ def raw_lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 class MessageBatchLines:
-    """Writes the requests of a Message Batch as the lines of a batch. ``wrong`` says what is wrong with them."""
+    """Writes the requests of a Message Batch as the lines of a batch. ``wrong`` has the errors in them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -258,7 +259,7 @@ class MessageBatchLines:
         self._offset = 0
 
     def add(self, request: object) -> str:
-        """Add a request. Returns what is wrong with it, or ""."""
+        """Add a request. Returns the error in it, or ""."""
         place = self._check.total
         where = f"requests.{place}"
         if not isinstance(request, dict):
@@ -359,7 +360,7 @@ def finish_index(folder: Path, index: sqlite3.Connection) -> None:
 
 
 def index_damage(folder: Path, total: int | None = None, *, thorough: bool = False) -> str:
-    """Return what is wrong with the index of a batch with ``total`` lines (None: unknown), or ""."""
+    """Return the damage of the index of a batch with ``total`` lines (None: unknown number), or ""."""
     path = folder / INDEX
     if not path.exists():
         return "was missing"
@@ -376,7 +377,7 @@ def index_damage(folder: Path, total: int | None = None, *, thorough: bool = Fal
 
 
 def with_files(folder: Path, batch: ServedBatch, keep: float) -> tuple[ServedBatch, list[StoredFile]]:
-    """Return a batch that has ended with the ids of its files, and these files: those that are on disk."""
+    """Return a batch that has ended, with the ids of its files, and the files themselves: those that exist on disk."""
     files = list[StoredFile]()
     now = batch.ended or batch.created
     since = now if batch.output_expires is None else None
@@ -405,12 +406,12 @@ def with_files(folder: Path, batch: ServedBatch, keep: float) -> tuple[ServedBat
 
 
 class UnreadableLine(Exception):
-    """A line of the input cannot be read any more, although the file can."""
+    """A line of the input can no longer be read, although the file can."""
 
 
 def open_outcomes(folder: Path, name: str) -> Path | None:
-    """Return the file to which the outcomes of a batch that has not ended are appended; None if there are none. After a
-    kill they may be in the completed file, or in both."""
+    """Return the file to which outcomes of a batch are appended until it ends; None if there are no outcomes. After a
+    kill, outcomes may be in the completed file, or in both."""
     final, part = folder / name, folder / (name + PART)
     if final.exists():
         if part.exists():
@@ -421,8 +422,8 @@ def open_outcomes(folder: Path, name: str) -> Path | None:
 
 
 class BatchLines:
-    """The lines of a batch that has been checked. ``dedupes``: of identical lines only the first is asked, and the
-    others get its answer. ``unreadable`` lines have no outcome: even their custom_id cannot be read."""
+    """The lines of a batch that has been checked. ``dedupes``: only the first of identical lines is asked, and the
+    others get its answer. ``unreadable``: lines without an outcome, because even their custom_id cannot be read."""
 
     def __init__(self, folder: Path, batch: ServedBatch) -> None:
         self.folder, self._wire = folder, batch.wire
@@ -462,7 +463,7 @@ class BatchLines:
 
     @property
     def damage(self) -> str:
-        """Return what of the input could not be read, or ""."""
+        """Return which part of the input could not be read, or ""."""
         count = self.unreadable + self.tallied.not_done.get("unreadable", 0)
         if not count:
             return ""
@@ -474,8 +475,8 @@ class BatchLines:
         return bool(self._done[number >> 3] >> (number & 7) & 1)
 
     def _recover(self, ok: bool, path: Path) -> None:
-        """Count the outcomes that are on disk. What is no outcome of a line that has none yet is removed: a line that
-        was torn by a kill, or one that was damaged. It is answered again, from the record if that has the answer."""
+        """Count the outcomes that are on disk. Everything else in the file is removed: a line that a kill has cut, a
+        damaged line, a second outcome. Such a line is answered again, from the record if the record has the answer."""
         draft = path.with_name(f"{path.name}.new")
         whole = 0
         kept = None
@@ -500,7 +501,7 @@ class BatchLines:
             draft.replace(path)
 
     def _recover_one(self, ok: bool, raw: bytes) -> bool:
-        """Count an outcome; False if it is none, or a second one of its line."""
+        """Count an outcome. Returns False if the text is no outcome, or a second one of its line."""
         try:
             outcome = orjson.loads(raw if raw.endswith(b"\n") else b"")
             own = digest_of_id(outcome["custom_id"])
@@ -519,7 +520,7 @@ class BatchLines:
         self.tallied.count(ok=ok, stop=stop)
 
     def left_in_order(self) -> Iterator[BatchLine]:
-        """Yield the lines that are not done, those with the same system prompt and tools one after another."""
+        """Yield the lines that are not done. Lines with the same system prompt and tools come one after another."""
         group, number = b"", -1
         query = "SELECT number, offset, size, prefix, digest FROM line WHERE (prefix, number) > (?, ?) "
         query += f"ORDER BY prefix, number LIMIT {AT_ONCE}"
@@ -532,12 +533,12 @@ class BatchLines:
                     yield BatchLine(number, offset, size, group)
 
     def _first_same(self, digest: bytes) -> int:
-        """Return the number of the first line that asks the same."""
+        """Return the number of the first line with the same request."""
         return int(self._index.execute("SELECT min(number) FROM line WHERE digest = ?", (digest,)).fetchone()[0])
 
     def read(self, line: BatchLine) -> tuple[str, JsonObject]:
-        """Return the custom_id of a line, and what it asks for. Raises UnreadableLine if it is not the line that was
-        checked."""
+        """Return the custom_id and the request of a line. Raises UnreadableLine if the line is not as it was when it
+        was checked."""
         try:
             found = read_json(self._raw(line))
         except ValueError:
@@ -555,7 +556,7 @@ class BatchLines:
         return bool(id == digest_of_id(own))
 
     def give_up(self, line: BatchLine) -> None:
-        """End a line that cannot be read. Its outcome says so, if its custom_id can be read."""
+        """End a line that cannot be read, with an outcome that says so if the custom_id can be read."""
         if self.is_done(line.number):
             return
         self._given_up.append(line.number)
@@ -611,8 +612,9 @@ class BatchLines:
             file.flush()
 
     def finish(self, stop: str, reason: str = "") -> None:
-        """Write the outcome of lines that were not done, and complete the files. ``stop``: why they were not, as a
-        batch calls it. May be repeated, also by another process: the files say what an earlier one has written."""
+        """Write an outcome for each line that was not done, and complete the files. ``stop``: the reason why lines were
+        not done, as in ``ServedBatch.stop``. It may be called again, also by another process, which reads in the files
+        what was written."""
         if self.left:
             self._take_recorded()
         outcome = not_done(self._wire, stop, reason)
@@ -632,7 +634,8 @@ class BatchLines:
         sync(self.folder)
 
     def _take_recorded(self) -> None:
-        """Write the outcomes that the run has delivered and that are missing in the files: those were damaged."""
+        """Write the outcomes that the run has delivered and that are missing in the files because a part of these was
+        damaged."""
         for _, own, outcome, ok in recorded_outcomes(self.folder):
             found = self._index.execute("SELECT number FROM line WHERE id = ?", (digest_of_id(own),)).fetchone()
             if found is not None:
@@ -649,8 +652,8 @@ class BatchLines:
 
 
 def recorded_outcomes(folder: Path) -> Iterator[tuple[int, str, JsonObject, bool]]:
-    """Yield number, custom_id and outcome of each line whose result the run of a batch has delivered, and whether it is
-    an answer."""
+    """Yield the outcome of each line whose result the run of a batch has delivered: number, custom_id, outcome, and
+    whether the outcome is an answer."""
     for name in (RESULTS, f"{RESULTS}.new"):
         path = folder / RUN / name
         if not path.exists():
@@ -665,8 +668,8 @@ def recorded_outcomes(folder: Path) -> Iterator[tuple[int, str, JsonObject, bool
 
 
 def outcomes_in(path: Path) -> tuple[int, int]:
-    """Return how many lines of a file are outcomes, and how many cannot be read. A line that was torn by a kill at the
-    end does not count."""
+    """Return how many lines of a file are outcomes, and how many are unreadable. A last line that a kill has cut does
+    not count."""
     good = bad = 0
     with suppress(FileNotFoundError), path.open("rb") as file:
         for raw in file:
@@ -689,7 +692,7 @@ def not_done(wire: Wire, stop: str, reason: str = "") -> JsonObject:
 
 
 def stop_in(outcome: JsonValue) -> str:
-    """Return why a line was not done, if its outcome is one of ``not_done``; else ""."""
+    """Return the reason why a line was not done, if its outcome was made by ``not_done``; else ""."""
     if not isinstance(outcome, dict):
         return ""
     found = outcome.get("error") or outcome.get("result")
@@ -708,7 +711,7 @@ def _escaped(found: re.Match[bytes]) -> bytes:
 
 
 def usage_in(outcome: JsonValue) -> JsonValue:
-    """Return the usage of an outcome in the form of any wire."""
+    """Return the usage in an outcome. It may have the form of any wire."""
     if not isinstance(outcome, dict):
         return None
     response, result = outcome.get("response"), outcome.get("result")

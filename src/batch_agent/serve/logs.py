@@ -1,7 +1,7 @@
-"""The log of a server as JSON lines, and the id of each request, which its answer has too.
+"""The log of a server as JSON lines, and the id of each request, which is also in the answer.
 
-A log line that is written while a request is handled has the id of that request, whatever part writes it. docs/serve.md
-has the form.
+A log line that is written while a request is handled has the id of that request, whichever module writes it.
+docs/serve.md describes the form.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _request: ContextVar[dict[str, JsonValue] | None] = ContextVar("request", defaul
 
 
 class LoggedRequest:
-    """Logs one request. Entered before its handler; ``status`` is set when it has one."""
+    """Logs one request. Enter it before the handler; ``status`` is set when the status is known."""
 
     def __init__(self, request: web.BaseRequest) -> None:
         given = request.headers.get(ID_HEADERS[0], "")
@@ -56,12 +56,12 @@ class LoggedRequest:
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """Return what the answer has in its head."""
+        """Return the headers that the answer gets for the log."""
         return dict.fromkeys(ID_HEADERS, self.id)
 
 
 def note(**values: JsonValue) -> None:
-    """Add to the log line of the request that is handled, such as its tenant."""
+    """Add fields to the log line of the request that is being handled, such as its tenant."""
     noted = _request.get()
     if noted is not None:
         noted.update(values)
@@ -87,8 +87,8 @@ class JsonLines(logging.Formatter):
 
 
 def log_as(form: str) -> None:
-    """Write the log to standard error in this form. "text" leaves it to Python: warnings and errors, as plain lines.
-    With "json" those of other packages are JSON lines too."""
+    """Write the log to standard error in this form. "text": Python's default, warnings and errors as plain lines.
+    "json": JSON lines, also for other packages."""
     if form == "json":
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(JsonLines())

@@ -39,14 +39,14 @@ EVERY = ""  # the name of a backend that answers for any model
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """``model`` is the backend's name for it; "" if clients use that name."""
+    """A model. ``model`` is the backend's name for it; "" if clients use the backend's name."""
 
     backend: Backend
     model: str = ""
 
 
 class ServedModels(Backend):
-    """``models`` by the name that clients use. The name "" stands for all models that its backend lists. ``url`` opens
+    """The models, by the name that clients use. The name "" stands for all models that its backend lists. ``url`` opens
     the same models in another process; "" if that would need a key or headers."""
 
     def __init__(self, models: Mapping[str, ServedModel], url: str = "") -> None:
@@ -75,14 +75,14 @@ class ServedModels(Backend):
         )
 
     def of(self, model: str) -> ServedModel:
-        """Return what answers for a model. Raises Unavailable if nothing does."""
+        """Return the ServedModel for a name. Raises Unavailable if there is none."""
         served = self._models.get(model) or self._models.get(EVERY)
         if served is None:
             raise Unavailable(f"no backend is configured for the model {model!r}", status=404)
         return served
 
     def knows(self, model: str) -> bool:
-        """Return whether a model is served, as far as is known."""
+        """Return whether a model is served, according to what the backends have reported so far."""
         if model in self._models:
             return True
         listed = self._listed.get(EVERY)
@@ -90,7 +90,7 @@ class ServedModels(Backend):
 
     @property
     def known(self) -> list[str]:
-        """Return the names that clients may use, as far as the backends have told them."""
+        """Return the names that clients may use, according to what the backends have reported so far."""
         return list(dict.fromkeys([*filter(None, self._models), *self._listed.get(EVERY, ())]))
 
     async def models(self) -> list[str]:
@@ -118,7 +118,7 @@ class ServedModels(Backend):
 
     @property
     def servers(self) -> Mapping[str, ServerState]:
-        """Return the servers of all backends. One that is used under several names serves all of them."""
+        """Return the servers of all backends. A server that is used under several names is one server."""
         found: dict[str, ServerState] = {}
         names: dict[int, set[str]] = {}
         for name, served in self._models.items():
@@ -199,7 +199,8 @@ def open_models(backend: str | None, named: Mapping[str, str | Mapping[str, obje
 
 
 def _url_of(named: Mapping[str, str | Mapping[str, object]]) -> str:
-    """Return the URL of these models; "" if a record should not have one of them: it has a password, key or headers."""
+    """Return the URL of these models; "" if one of them has a password, a key or headers, which a record must not
+    contain."""
     pairs: list[tuple[str, str]] = []
     for name, given in named.items():
         url = given if isinstance(given, str) else given.get("url")

@@ -1,7 +1,8 @@
 """The page of a server for Prometheus: lines, tokens, batches and files by tenant, people, servers and faults.
 
-A label that has the name of a tenant is bounded: the first ``MOST_TENANTS`` that this process saw have their own, and
-all others together are ``other``. Tenants of the same label, of which one was revoked, are counted together.
+The number of labels with names of tenants is limited: the first ``MOST_TENANTS`` tenants that this process saw have
+labels of their own, and all others share the label ``other``. A tenant that was revoked and a later one with the same
+label are counted together.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class ServeNumbers:
         return self._labels[label]
 
     def _gauge(self, name: str, text: str, values: Mapping[str, float]) -> Gauge:
-        """Return a gauge by tenant."""
+        """Return a gauge with one value per tenant."""
         sums: dict[str, float] = {}
         for tenant, value in sorted(values.items()):
             label = self._tenant(tenant)
@@ -72,7 +73,7 @@ class ServeNumbers:
         ]
 
     def _is_active(self, tenant: str) -> bool:
-        """Return whether a tenant has used anything today, or since the start: others need no label."""
+        """Return whether a tenant has used anything today, or since the start. Other tenants get no label."""
         account, ledger = self._service.turnstile.account(tenant), self._service.ledger
         return bool(
             account.tokens or account.inflight or account.done or ledger.today(tenant) or ledger.reserved(tenant)

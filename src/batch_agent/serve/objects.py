@@ -25,7 +25,7 @@ EVENTS = {"completed", "failed", "expired", "cancelled"}
 
 
 def seconds_in(text: str) -> float | None:
-    """Return the seconds of a number with s, m, h or d; None if it is not that."""
+    """Return the seconds of a text such as "30s", "5m", "2h" or "7d"; None for another text."""
     found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,6})?)([smhd])", text)
     return None if found is None or not float(found[1]) else float(found[1]) * UNITS[found[2]]
 
@@ -78,7 +78,7 @@ def batch_object(batch: ServedBatch, estimate: float | None) -> JsonObject:
 
 
 def summary_of(batch: ServedBatch) -> str:
-    """Return how far a batch is, for people: '36 of 80 done, 44 cancelled'."""
+    """Return the progress of a batch as text for people: '36 of 80 done, 44 cancelled'."""
     failed = batch.failed - batch.cancelled - batch.expired
     rest = {"failed": failed, "cancelled": batch.cancelled, "expired": batch.expired}
     parts = [f"{count} {name}" for name, count in rest.items() if count > 0]
@@ -92,7 +92,7 @@ def log_batch(batch: ServedBatch) -> None:
 
 
 def shown_beside(batch: ServedBatch) -> JsonObject:
-    """Return what people see of a batch beside the object of OpenAI's API."""
+    """Return the fields that people see of a batch in addition to those of OpenAI's API."""
     counts = {"cancelled": batch.cancelled, "expired": batch.expired}
     return {"tenant": label_of(batch.tenant), "api": batch.wire, "summary": summary_of(batch), **counts}
 
@@ -147,7 +147,7 @@ def page_object(items: Sequence[JsonObject], *, more: bool) -> JsonObject:
 
 
 def notice_of(batch: ServedBatch, now: float) -> JsonObject | None:
-    """Return what a webhook receives about a batch that has ended; None if there is nothing to tell."""
+    """Return the document that a webhook receives about a batch that has ended; None if there is no such document."""
     if batch.status not in EVENTS:
         return None
     return {

@@ -1,7 +1,7 @@
-"""The parts of a server that work until it ends, each in a task of its own: a bug in one does not end the others.
+"""The parts of a server that work until it ends, each in a task of its own: an error in one does not end the others.
 
-A part that raises is logged with its traceback, counted, and started again. One that raises again and again does not
-work: then the server ends, and its supervisor starts a new process.
+A part that raises is logged with its traceback, counted, and started again. If it raises several times in a row, the
+server ends, and its supervisor starts a new process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Part = Callable[[], Coroutine[object, object, None]]
 
 
 class PartFailed(InternalError):
-    """A part of the server fails again and again."""
+    """A part of the server failed several times in a row."""
 
 
 class ServerParts:
@@ -37,7 +37,8 @@ class ServerParts:
         self.tasks.create_task(self._keep(name, part), name=f"batch-agent serve {name}")
 
     async def _keep(self, name: str, part: Part) -> None:
-        """Run a part until it ends. Raises PartFailed if it does not work."""
+        """Run a part until it ends, and start it again after an error. Raises PartFailed if it fails several times in a
+        row."""
         clock, failed = asyncio.get_running_loop().time, deque[float](maxlen=MOST_FAILURES)
         while True:
             try:

@@ -1,10 +1,9 @@
 """What a start finds in a data directory, and what it does about it.
 
-A catalog that is missing, damaged or older is completed from the descriptions beside batches, uploads and tenants. What
-has neither an entry nor a description is moved to ``lost/``. Nothing is deleted because the catalog does not know it:
-only removals that had begun, and uploads and batches that a client had not sent completely, are removed.
-
-``serve check`` finds the same things and changes nothing.
+A catalog that is missing, damaged or older is completed from the descriptions beside batches, uploads and tenants.
+Files with neither an entry nor a description are moved to ``lost/``. Nothing is deleted because the catalog does not
+know it. Only three things are removed: what was already being removed, and uploads and batches that a client had not
+sent completely. ``serve check`` finds the same things and changes nothing.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ DOCUMENTS = {"file": StoredFile, "batch": ServedBatch}
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """Something in a data directory that a start deals with. ``done`` is what it does."""
+    """A finding in a data directory. ``done`` is what a start does about it."""
 
     part: str
     problem: str
@@ -109,8 +108,8 @@ def open_catalog(data: Path, *, shared: bool, clock: Callable[[], float]) -> Rec
 
 
 def check(data: Path, clock: Callable[[], float] = time.time) -> tuple[RecoveredCatalog, list[Recovered]]:
-    """Return a copy of the catalog, and what a start would find. Changes nothing. Raises SpecError if the directory is
-    not ours."""
+    """Return a copy of the catalog, and what a start would find. Nothing is changed. Raises SpecError if the directory
+    is not ours."""
     if not data.is_dir():
         raise SpecError(f"there is no directory {data}")
     is_marked(data)
@@ -144,7 +143,7 @@ def check(data: Path, clock: Callable[[], float] = time.time) -> tuple[Recovered
 
 
 def damage(path: Path) -> str:
-    """Return what is wrong with a catalog, or "". No process has it open."""
+    """Return the damage of a catalog, or "". No process may have it open."""
     try:
         with closing(sqlite3.connect(path)) as db:
             (told,) = db.execute("PRAGMA quick_check(1)").fetchone()
@@ -185,7 +184,7 @@ def _set_aside(data: Path) -> Path:
 
 
 def _salvage(path: Path, catalog: RecoveredCatalog) -> int:
-    """Add to a catalog what can be read of a damaged one. Returns the number of rows."""
+    """Add to a catalog all rows that can be read in a damaged one. Returns their number."""
     rows = 0
     for table in ("tenant", "file", "batch", "idempotency", "usage", "notice"):
         kind = DOCUMENTS.get(table)
@@ -207,13 +206,13 @@ def _readable(path: Path, table: str, order: str) -> Iterator[dict[str, Any]]:
 
 
 class RecoveredCatalog(Catalog):
-    """A catalog that is completed at a start."""
+    """A catalog that a start completes."""
 
     makes_again = True
 
     @classmethod
     def copy_of(cls, source: sqlite3.Connection | None, data: Path, clock: Callable[[], float]) -> Self:
-        """Return a copy in memory, to be read; empty without a source."""
+        """Return a copy in memory, for reading; an empty one if there is no source."""
         copy = cls.__new__(cls)
         copy.data = data
         copy._clock = clock
@@ -227,7 +226,7 @@ class RecoveredCatalog(Catalog):
         return copy
 
     def ids(self, kind: str) -> set[str]:
-        """Return the ids of all batches, or of all files, also of those that have expired."""
+        """Return the ids of all batches, or of all files, with those that have expired."""
         return {id for (id,) in self._rows(f"SELECT id FROM {kind}")}
 
     def entries(self, kind: str) -> list[dict[str, Any]]:
@@ -235,12 +234,12 @@ class RecoveredCatalog(Catalog):
         return [orjson.loads(document) for (document,) in self._rows(f"SELECT document FROM {kind} ORDER BY seq")]
 
     def known_file(self, id: str) -> StoredFile | None:
-        """Return a file of any tenant, also if it has expired."""
+        """Return a file of any tenant, even if it has expired; None if there is none."""
         return next(iter(self._all(StoredFile, "SELECT document FROM file WHERE id = ?", id)), None)
 
     def insert(self, table: str, rows: Iterable[Mapping[str, object]]) -> int:
-        """Add rows of another catalog that this one does not have. Returns their number. Columns of other releases are
-        ignored."""
+        """Add the rows of another catalog that this one does not have, and return their number. Columns of other
+        releases are ignored."""
         with self._lock:
             return self._insert(table, rows)
 
@@ -255,7 +254,7 @@ class RecoveredCatalog(Catalog):
         return added
 
     def revision(self) -> int:
-        """Return how often tenants were changed."""
+        """Return how many times tenants were changed."""
         return int(self._rows("SELECT tenants FROM revision")[0][0])
 
     def take_back_tenants(self, document: Mapping[str, Any]) -> None:
@@ -267,7 +266,7 @@ class RecoveredCatalog(Catalog):
             db.execute("UPDATE revision SET tenants = ?", (document["revision"],))
 
     def take_back_batch(self, batch: ServedBatch, key: str | None, files: Sequence[StoredFile]) -> None:
-        """Add or replace a batch as its description has it, with the files that it has."""
+        """Add or replace a batch according to its description, with the files that it has."""
         with self._writing() as db:
             add_batch(db, batch)
             put_batch(db, batch)
@@ -279,8 +278,8 @@ class RecoveredCatalog(Catalog):
 
 
 class Recovery:
-    """Looks at what is on disk. ``acts``: it also does what the findings say. ``is_shared``: other processes may be
-    about to enter something in the catalog."""
+    """Examines what is on disk. ``acts``: it also acts on its findings. ``is_shared``: other processes may be about to
+    add something to the catalog."""
 
     def __init__(self, catalog: RecoveredCatalog, *, acts: bool, is_shared: bool) -> None:
         self._catalog = catalog
@@ -290,7 +289,7 @@ class Recovery:
         self.findings: list[Recovered] = []
 
     def find(self, part: str, problem: str, done: str, act: Callable[[], object] = lambda: None) -> None:
-        """Note a finding, and deal with it."""
+        """Add a finding, and act on it."""
         finding = Recovered(part, problem, done)
         self.findings.append(finding)
         if self._acts:
@@ -320,7 +319,7 @@ class Recovery:
             self._describe()
 
     def verify(self) -> None:
-        """Look for contents that are missing or damaged. Takes as long as reading all outcomes."""
+        """Search for missing or damaged content. This reads all outcomes."""
         for row in self._catalog.entries("file"):
             file = value_of(StoredFile, row)
             path = self._catalog.content_of(file)
@@ -430,7 +429,7 @@ class Recovery:
         return None
 
     def _described(self, path: Path, beside: Path, kind: type[Any]) -> Any:
-        """Return what the description of a file or batch says; None without one of the same id."""
+        """Return the content of the description of a file or batch; None if there is none with this id."""
         document = (read_json_file(beside) or {}).get("file" if kind is StoredFile else "batch")
         if not isinstance(document, dict) or document.get("id") != path.name:
             return None
@@ -447,7 +446,7 @@ class Recovery:
             self.find(self._name(path), problem, f"it is moved to {LOST}/{self._name(path)}", move)
 
     def _describe(self) -> None:
-        """Write the descriptions that are missing: an earlier version did not write any."""
+        """Write missing descriptions: earlier versions wrote none."""
         files, batches = self._data / FILES, self._data / BATCHES
         self._catalog.describe("file", [id for id in self._catalog.ids("file") if not (files / f"{id}{JSON}").exists()])
         missing = [id for id in self._catalog.ids("batch") if not (batches / id / DESCRIPTION).exists()]
@@ -458,7 +457,8 @@ class Recovery:
 
 
 def _kept_anew(file: StoredFile) -> StoredFile:
-    """Return a file that is kept from now, unless its client has said when it expires: its batches are unknown."""
+    """Return a file whose time to be kept starts now, because its batches are unknown. If its client has set an expiry,
+    that stays."""
     return file if file.kept_since is None else replace(file, kept_since=None, expires=None)
 
 

@@ -1,7 +1,7 @@
 """Repairs the folder of a batch: a part that is missing or damaged is made again from the others.
 
-The input comes from the upload, the index from the input, and outcomes that cannot be read from the record of the run.
-What is beyond repair ends the batch, with every outcome that is there in its files (``salvage``). All functions block.
+The input is made from the upload, the index from the input, and unreadable outcomes from the record of the run. If that
+is impossible, the batch ends, and its files get every outcome that exists (``salvage``). All functions block.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class BeyondRepair(Exception):
 
 
 def repair_parts(folder: Path, batch: ServedBatch, upload: Path | None, *, thorough: bool = False) -> list[str]:
-    """Make sure that the lines of a batch can be opened. ``upload`` is the content of its input file, if that is there.
-    Returns what was repaired. Raises BeyondRepair."""
+    """Make sure that the lines of a batch can be opened. ``upload`` is the content of its input file, if it still
+    exists. Returns what was repaired. Raises BeyondRepair."""
     if not folder.is_dir():
         raise BeyondRepair("its folder is missing")
     repaired = []
@@ -73,7 +73,7 @@ def restore_input(folder: Path, upload: Path | None) -> bool:
 
 
 def link_input(upload: Path, folder: Path) -> None:
-    """Give a batch its own name for its input, so that it stays when the upload is deleted."""
+    """Link the upload into the folder of its batch, so that the batch has its input even if the upload is deleted."""
     try:
         os.link(upload, folder / INPUT)
     except FileNotFoundError:
@@ -116,7 +116,7 @@ def _take_message(check: LineCheck, text: bytes, place: int, offset: int) -> Non
 
 
 def _is_worse(folder: Path, upload: Path) -> bool:
-    """Return whether the upload of a batch has lines that its own input, a copy, does not have any more."""
+    """Return whether the upload of a batch has lines that the batch's copy of it no longer has."""
     own = folder / INPUT
     if not own.exists() or not upload.exists() or own.samefile(upload) or filecmp.cmp(own, upload, shallow=False):
         return False
@@ -125,7 +125,7 @@ def _is_worse(folder: Path, upload: Path) -> bool:
 
 
 def _readable(index: sqlite3.Connection, path: Path) -> int:
-    """Return the number of lines of an index that a file has."""
+    """Return how many lines of an index can be read in a file."""
     found = 0
     with path.open("rb") as file:
         for offset, size, id in index.execute("SELECT offset, size, id FROM line"):
@@ -139,8 +139,8 @@ def _readable(index: sqlite3.Connection, path: Path) -> int:
 
 
 def salvage(folder: Path, batch: ServedBatch, reason: str) -> Tallied:
-    """Complete the files of a batch that ends as failed: with an outcome for each line if its lines can be opened, else
-    with the outcomes that are there."""
+    """Complete the files of a batch that ends as failed. If its lines can be opened, each gets an outcome; otherwise
+    the files have the outcomes that exist."""
     try:
         lines = BatchLines(folder, batch)
     except (StoreError, OSError, ValueError, sqlite3.Error) as error:
@@ -157,7 +157,7 @@ def salvage(folder: Path, batch: ServedBatch, reason: str) -> Tallied:
 
 
 def _outcomes_alone(folder: Path, batch: ServedBatch) -> Tallied:
-    """Complete the files with the outcomes that can be read of them, and those that the run has delivered."""
+    """Complete the files with the outcomes that can be read in them, and with those that the run has delivered."""
     tallied, seen = Tallied(), set[bytes]()
     if not folder.is_dir():
         return tallied
@@ -187,7 +187,8 @@ def _outcomes_alone(folder: Path, batch: ServedBatch) -> Tallied:
 
 
 def _outcomes_in(part: Path | None, ok: bool) -> Iterator[tuple[bytes, bytes, JsonObject, bool]]:
-    """Yield line, digest of the custom_id and outcome of what can be read in a file."""
+    """Yield the outcomes that can be read in a file: line, digest of the custom_id, outcome, and whether it is an
+    answer."""
     if part is None:
         return
     with part.open("rb") as file:

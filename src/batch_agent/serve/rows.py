@@ -1,5 +1,5 @@
-"""Lines of a batch as a server shows them to people: pages of them by state, and one by its custom_id, straight from
-the files of the batch. All functions block."""
+"""Lines of a batch as a server shows them to people: pages of lines by state, and a single line by its custom_id, read
+from the files of the batch. All functions block."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ FILES = {"succeeded": OUTPUT, "failed": ERRORS}
 def rows_of(
     folder: Path, state: str, after: int, limit: int, state_of: Callable[[int], str] | None
 ) -> tuple[list[JsonObject], int | None]:
-    """Return lines of a batch, and where the next page begins, or None. ``after`` is a place in the file of outcomes,
-    or for lines that are not done a line number. ``state_of`` returns the state of these, or "" for one that is done.
-    Blocks."""
+    """Return lines of a batch, and the position where the next page begins, or None. ``after`` is a position in the
+    file of outcomes; for lines that are not done, a line number. ``state_of`` returns the state of a line that is not
+    done, or "" for a line that is done. Blocks."""
     index = _index(folder)
     if index is None:
         return [], None
@@ -50,7 +50,7 @@ def rows_of(
 
 
 def row_of(folder: Path, custom_id: str, state_of: Callable[[int], str] | None) -> JsonObject | None:
-    """Return the line with a custom_id. Blocks, while the files of outcomes are searched for it."""
+    """Return the line with a custom_id; None if there is none. Blocks while the files of outcomes are searched."""
     index = _index(folder)
     if index is None:
         return None
@@ -70,7 +70,7 @@ def row_of(folder: Path, custom_id: str, state_of: Callable[[int], str] | None) 
 
 
 def _input(folder: Path) -> BinaryIO:
-    """Open the input; without one, lines are shown without what they ask for."""
+    """Open the input. If it is missing, lines are shown without their requests."""
     try:
         return (folder / INPUT).open("rb")
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The lines of one batch while they are asked: which one is offered next, its request, and its outcome."""
+"""The lines of one batch while it runs: which line is offered next, its request, and its outcome."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ class Granted(StartedLine):
 
     @property
     def lost(self) -> int:
-        """Tokens that count for an answer that was not awaited."""
+        """The number of tokens to count for an answer that is no longer awaited."""
         return self.reserved if self.asked else 0
 
 
 class RunningBatch(Entrant):
-    """A batch that has been validated, while its lines are asked. ``inlet`` has the rows of its run. ``travels``:
-    processes of other machines ask them too, so that rows have the whole line, and results its outcome. ``failure``:
-    why the lines cannot be read."""
+    """A batch that has been validated, while its lines run. ``inlet`` gets the rows of its run. ``travels``: processes
+    on other machines also work on the lines, so that rows contain the whole line, and results its outcome. ``failure``:
+    the reason why the lines cannot be read."""
 
     def __init__(
         self, batch: ServedBatch, lines: BatchLines, models: ServedModels, turnstile: Turnstile, *, travels: bool
@@ -141,7 +141,7 @@ class RunningBatch(Entrant):
         self.inlet.close()
 
     def stop(self) -> None:
-        """Start no line again either: the batch was cancelled, or has expired."""
+        """Start no further line, and none again: the batch was cancelled, or has expired."""
         self.close()
         while self._back:
             _, turn = self._back.popleft()
@@ -149,8 +149,8 @@ class RunningBatch(Entrant):
                 turn.set_exception(Interrupted("the batch ended before this line was sent again"))
 
     def _next_that_fits(self) -> tuple[BatchLine, str, JsonObject] | None:
-        """Return the next line that can be read, with its content. One that needs more tokens than its tenant has in a
-        day fails."""
+        """Return the next readable line, with its custom_id and request; None if there is none now. A line that needs
+        more tokens than its tenant has in a day fails."""
         limit = self._turnstile.ledger.limit(self.tenant)
         while (line := self._next_in_order()) is not None:
             try:
@@ -171,8 +171,8 @@ class RunningBatch(Entrant):
         return None
 
     def _next_in_order(self) -> BatchLine | None:
-        """Return the next line; None if there is none now. Those with a long prefix come after the answer to the first
-        of them, so that the engine has computed it; meanwhile other lines come."""
+        """Return the next line; None if there is none now. Lines with a long prefix wait for the answer to the first of
+        them, so that the engine has computed the prefix; meanwhile other lines are returned."""
         later, away = self._later, self._away
         if away and not self._turnstile.waits(away[0][1]):
             return away.popleft()[0]
@@ -190,7 +190,8 @@ class RunningBatch(Entrant):
         return None
 
     def _is_led(self, group: bytes) -> bool:
-        """Return whether no line of a group was started, or the first was answered, or has taken too long."""
+        """Return whether a line of the group may start: none was started yet, or the first one was answered or takes
+        too long."""
         return self._leaders.get(group, -inf) <= self._clock()
 
     def _lead_over(self, group: bytes) -> None:
@@ -198,7 +199,7 @@ class RunningBatch(Entrant):
             self._leaders[group] = -inf
 
     async def answer(self, row: object, dialogue: Dialogue) -> object:
-        """Answer one line. The worker of the batch's run. The outcome is written when it is recorded (``take``)."""
+        """Answer one line, as the worker of the batch's run. ``take`` writes the outcome when it is recorded."""
         assert isinstance(row, dict)
         granted = self._granted[row["line"]]
         try:
@@ -244,7 +245,7 @@ class RunningBatch(Entrant):
         return self._granted.values()
 
     async def _turn(self, granted: Granted) -> None:
-        """Wait until a line whose request was taken back may start again."""
+        """Wait until a line whose request was cancelled for people may start again."""
         del self._granted[granted.line.number]
         granted.asked, granted.question = False, None  # its tenant does not pay for it
         self._end(granted, 0, sent=True)
@@ -274,14 +275,14 @@ class RunningBatch(Entrant):
         return "" if self.lines.is_done(number) else "in flight" if number in self._granted else "waiting"
 
     def abandon(self) -> None:
-        """End lines that were started and that the run has not begun."""
+        """End lines that were started here and that the run has not begun."""
         for granted in self._granted.values():
             self._end(granted, 0, sent=bool(granted.sent_at))
         self._granted.clear()
 
     def take(self, result: AgentResult[object]) -> None:
-        """Write the outcome of a line, which is in the record of the run. If a kill comes before it is flushed, the
-        line is fed again, and answered from the record."""
+        """Write the outcome of a line, which is already in the record of the run. After a kill before the outcome is
+        flushed, the line is fed again and answered from the record."""
         if self._travels and (granted := self._granted.pop(result.index, None)) is not None:
             self._lead_over(granted.line.group)
             tokens = result.usage.prompt_tokens + result.usage.completion_tokens
@@ -306,7 +307,7 @@ class RunningBatch(Entrant):
         self._written.set()
 
     async def keep_flushed(self) -> None:
-        """Flush the outcomes that were written in one iteration of the event loop together."""
+        """Flush outcomes. Those that were written in one iteration of the event loop are flushed together."""
         while True:
             await self._written.wait()
             self._written.clear()

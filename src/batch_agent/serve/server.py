@@ -1,5 +1,4 @@
-"""The server of ``batch-agent serve``: puts its parts together, does what is due from time to time, and shows
-its state (``Admin``)."""
+"""The server of ``batch-agent serve``: connects its parts, does regular work, and shows its state (``Admin``)."""
 
 from __future__ import annotations
 
@@ -76,7 +75,7 @@ class BatchService:
     def __init__(
         self, options: ServeOptions, models: ServedModels, configured: Sequence[ConfiguredTenant] | None = None
     ) -> None:
-        """``configured``: the tenants of the configuration; None if the server is started without one."""
+        """``configured``: the tenants of the configuration; None if the server is started without a configuration."""
         self.options = replace(options, shared=options.shared or bool(options.store))
         self.models = models
         self._lock = self._take_data()
@@ -189,15 +188,15 @@ class BatchService:
         parts.start("books", self._look_after)
 
     async def _drain(self, door: Door) -> None:
-        """Start nothing more, and let answers and lines in flight end. An answer that takes longer than ``drain`` ends
-        with an error."""
+        """Start nothing more, and let answers and lines in flight end. An answer that takes longer than ``drain`` is
+        replaced by an error."""
         self.stopping, seconds = True, self.options.drain
         await asyncio.gather(door.drain(seconds), self.batches.drain(seconds))
         self.interactive.stop()
         await door.drain(LAST_SECONDS)
 
     def _take_data(self) -> Lock:
-        """Take the lock of the data. Raises SpecError if a process serves it already, unless all share it."""
+        """Take the lock of the data. Raises SpecError if another process serves it, unless all of them share it."""
         try:
             claim(self.options.data)
             return Lock(
@@ -241,7 +240,7 @@ class BatchService:
 
     @property
     def joining(self) -> str:
-        """Return the command that lets another machine work on all batches; "" without a store."""
+        """Return the command with which another machine works on all batches; "" without a store."""
         options = self.options
         if not options.store:
             return ""
@@ -250,7 +249,8 @@ class BatchService:
         return join_line(f"'{url}/{RUNS_PREFIX}*' --wait inf", {"spec": spec})
 
     def _tell_address(self, url: str) -> None:
-        """Write where this server listens, for the commands that have only the data; "" when it ends."""
+        """Write the address at which this server listens into the data, for commands that only know the data directory;
+        "" when it ends."""
         with suppress(OSError):
             path = self.options.data / ADDRESS_FILE
             path.write_text(url) if url else path.unlink(missing_ok=True)
@@ -310,20 +310,20 @@ class BatchService:
         return shutil.disk_usage(self.options.data).free >= self.options.reserve
 
     def look_held_up(self) -> str:
-        """Return why nothing can be written now, or "". Blocks."""
+        """Return the reason why nothing can be written now, or "". Blocks."""
         try:
             return self.presence.away() or ("" if self._has_room() else "the disk is almost full")
         except OSError as error:
             return f"the data directory {self.options.data} cannot be read: {error.strerror}"
 
     def blocked(self) -> str:
-        """Return why no line may start, or ""."""
+        """Return the reason why no line may start, or ""."""
         if self.away:
             return f"{self.away}: no new line starts until it is there again"
         return "" if self.room else "the disk is almost full: no new line starts"
 
     async def _look_after(self) -> None:
-        """Do what is due until cancelled. A failure is logged once, until all succeeds."""
+        """Do the regular work until cancelled. A failure is logged once, until all work succeeds again."""
         swept = -inf
         failed = False
         clock = asyncio.get_running_loop().time
@@ -345,7 +345,7 @@ class BatchService:
                 failed = True
 
     async def _look_at_data(self) -> None:
-        """Notice that the data directory is away or there again, and whether the disk has room."""
+        """Check whether the data directory is present, and whether the disk has room."""
         away = await in_thread(self.presence.away)
         if away and not self.away:
             logger.warning("%s: the server waits until it is there again", away)
@@ -361,7 +361,7 @@ class BatchService:
             self.room = await in_thread(self._has_room)
 
     async def _keep_books(self) -> None:
-        """Write what tenants have used, and read their terms, which may have changed."""
+        """Write what tenants have used, and read their terms again, which may have changed."""
         for each in await in_thread(self.catalog.tenants):
             self.turnstile.set_terms(each.name, each.share, each.tokens_per_day)
         await self.ledger.write()
@@ -373,7 +373,7 @@ class BatchService:
                 await self.batches.cancel(batch.id)
 
     async def _sweep(self) -> None:
-        """Remove files and batches that are kept no longer."""
+        """Remove files and batches whose time is over."""
         now = self.options.now()
         await in_thread(self.clock.save)
         for file in await in_thread(self.catalog.expired_files):
@@ -432,7 +432,7 @@ class Admin:
         raise RequestRefused(404, f"{request.path} does not exist")
 
     async def _rows(self, batch: ServedBatch, query: Mapping[str, str]) -> JsonObject:
-        """Return a page of the lines of a batch, with the state that is asked for, or the one line that is."""
+        """Return a page of the lines of a batch in the requested state, or the one requested line."""
         state = query.get("state", "succeeded")
         after = query.get("after", "0")
         limit = read_limit(query, 200, 50)
@@ -460,7 +460,7 @@ class Admin:
         return batch
 
     def shown(self, batch: ServedBatch) -> JsonObject:
-        """Return a batch for people: the object of OpenAI's API for either API, with tenant and rate."""
+        """Return a batch for people: the object of OpenAI's API, whichever API created it, with tenant and rate."""
         batch = self._service.batches.progress(batch)
         running = self._service.batches.running.get(batch.id)
         rate = None
@@ -471,7 +471,7 @@ class Admin:
         return {**document, **shown_beside(batch), "lines_per_second": rate}
 
     def status(self, tenant: Tenant) -> JsonObject:
-        """Return the state of the server, or what a tenant may see of it. Blocks."""
+        """Return the state of the server, or the part of it that a tenant may see. Blocks."""
         own = None if tenant.is_operator else tenant.name
         unfinished = [batch for batch in self._service.catalog.unfinished() if own in (None, batch.tenant)]
         left = 0

@@ -1,8 +1,9 @@
-"""Which line starts next: fair shares between tenants, then the earliest deadline, and people before lines.
+"""Which line starts next: tenants have fair shares; among the lines of a tenant, the earliest deadline is first; people
+go before lines.
 
-One task starts lines while the dispatcher has room for another one, no interactive request waits, here or in the queue
-that an engine reports, and fewer lines are in flight than the ``Governor`` allows. Then the tenant with the fewest
-tokens for its share goes first; among its batches the one with the earliest deadline.
+One task starts lines. A line starts only while the dispatcher has room, no interactive request waits (here or in a
+queue that an engine reports), and fewer lines are in flight than the ``Governor`` allows. It is taken from the tenant
+that has used the fewest tokens for its share, and there from the batch with the earliest deadline.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ YOUNG_SECONDS = 5.0  # that a line has been in flight at most, if its request is
 
 @dataclass(slots=True, eq=False)
 class TenantAccount:
-    """What a tenant has used. ``used``: tokens divided by its share, counted from the least of all at its start."""
+    """The account of a tenant. ``used``: tokens divided by the tenant's share. A new account starts at the lowest value
+    of all accounts."""
 
     share: float = 1.0
     used: float = 0.0
@@ -59,7 +61,7 @@ class StartedLine:
 
 
 class Entrant(ABC):
-    """A batch that runs. ``name`` is its id, ``deadline`` in unix seconds."""
+    """A running batch. ``name`` is its id, ``deadline`` is in Unix seconds."""
 
     def __init__(self, name: str, tenant: str, deadline: float) -> None:
         self.name = name
@@ -77,18 +79,18 @@ class Entrant(ABC):
     @property
     @abstractmethod
     def left(self) -> int:
-        """Number of lines that are not done."""
+        """The number of lines that are not done."""
 
     @abstractmethod
     def offer(self) -> int | None:
-        """Return the bytes of the line that may start next; None if none may now."""
+        """Return the size in bytes of the line that may start next; None if none may start now."""
 
     @abstractmethod
     def start(self, expected: float) -> None:
-        """Start the line that was offered. Its tenant's account was charged ``expected`` tokens for it."""
+        """Start the line that was offered. The account of its tenant was charged ``expected`` tokens."""
 
     def started_lines(self) -> Iterable[StartedLine]:
-        """Return the lines that were started and have not ended, and may be offered again."""
+        """Return the lines that were started, have not ended, and may be offered again."""
         return ()
 
     def close(self) -> None:
@@ -96,14 +98,14 @@ class Entrant(ABC):
         self.closed = True
 
     def expected(self, size: int) -> float:
-        """Return the tokens that the next line, of ``size`` bytes, will use."""
+        """Return how many tokens the next line, of ``size`` bytes, is expected to use."""
         return self.per_line if self.answered else size / 4 + FIRST_GUESS
 
 
 class Turnstile:
-    """``now`` returns unix seconds. ``blocked`` returns why no line may start at all, or "". ``stopped``: whether no
-    server can answer a model now. ``travels``: processes of
-    other machines may ask a line that was started; all lines together take no more than the slots of this process."""
+    """Starts lines. ``now`` returns Unix seconds. ``blocked`` returns the reason why no line may start at all, or "".
+    ``stopped`` returns whether no server can answer a model now. ``travels``: processes on other machines may run a
+    line that was started; all lines together take no more than the slots of this process."""
 
     def __init__(
         self,
@@ -143,7 +145,8 @@ class Turnstile:
     in_gaps = False
 
     async def read(self, endpoint: Endpoint, load: Load) -> None:
-        """Take what an engine reports. Requests that were just sent are no queue: they wait for its next step."""
+        """Note the load that an engine reports. Requests that were just sent are no queue: they wait for the engine's
+        next step."""
         self._engines.add(endpoint.name)
         now = asyncio.get_running_loop().time()
         waiting = load.waiting
@@ -154,14 +157,14 @@ class Turnstile:
             self.touch()
 
     def note_sent(self, endpoint: str) -> None:
-        """A request was sent to an endpoint, of a line or of people."""
+        """Note that a request was sent to an endpoint, for a line or for people."""
         sends = self._sends.get(endpoint)
         if sends is None:
             sends = self._sends[endpoint] = deque(maxlen=MOST_FRESH)
         sends.append(asyncio.get_running_loop().time())
 
     def may_wait_in_engine(self) -> bool:
-        """Return whether an interactive request was sent, and an engine has a queue in which it may be."""
+        """Return whether an interactive request may be in the queue of an engine."""
         if not self.governor.active:
             return False
         since = asyncio.get_running_loop().time() - QUEUE_SECONDS
@@ -169,8 +172,9 @@ class Turnstile:
         return any(each.inflight and self._queued.get(each.name, -inf) > since for each in endpoints)
 
     def person_came(self) -> None:
-        """An interactive request came. If it is the first after a pause, the youngest lines beyond the limit are taken
-        back from their engines, which have done the least for them, and start again when there is room."""
+        """Note that an interactive request has come. If it is the first after a pause, the youngest lines beyond the
+        limit are cancelled at their engines, which have done the least work for them, and start again when there is
+        room."""
         now = asyncio.get_running_loop().time()
         if self.governor.began(now, self.inflight) and (limit := self.governor.limit(now)) is not None:
             lines = chain.from_iterable(entrant.started_lines() for entrant in self.entrants.values())
@@ -182,7 +186,7 @@ class Turnstile:
         self.touch()
 
     def _is_young(self, line: StartedLine) -> bool:
-        """Return whether a line has lost little if its request is cancelled. No line loses anything twice."""
+        """Return whether little work is lost if the request of a line is cancelled. No line is cancelled twice."""
         since = asyncio.get_running_loop().time() - YOUNG_SECONDS
         return line.endpoint in self._engines and line.sent_at > since and line.taken_back is None
 
@@ -208,12 +212,12 @@ class Turnstile:
         return account
 
     def waits(self, model: str) -> bool:
-        """Return whether no line for a model starts now: its servers cannot answer, and a line is there to try them.
-        Lines for other models must not wait behind it."""
+        """Return whether no line for a model may start now, because its servers cannot answer and one line already
+        tries them. Lines for other models must not wait behind it."""
         return self._flying[model] > 0 and bool(self.stopped(model))
 
     def _moving(self) -> int:
-        """Return the lines in flight, without those that wait for a server to come back."""
+        """Return the number of lines in flight, without those that wait for a server to come back."""
         return self.inflight - sum(lines for model, lines in self._flying.items() if lines and self.stopped(model))
 
     def set_terms(self, tenant: str, share: float, tokens_per_day: int | None) -> None:
@@ -226,7 +230,7 @@ class Turnstile:
         return sum(lines for model, lines in self._unsent.items() if lines and not self.stopped(model))
 
     def sent(self, model: str = "") -> None:
-        """A line for a model that was started has its slot."""
+        """Note that a line for a model has got its slot."""
         self._unsent[model] = max(0, self._unsent[model] - 1)
         self.touch()
 
@@ -241,8 +245,8 @@ class Turnstile:
         reserved: int = 0,
         lost: int = 0,
     ) -> None:
-        """A line has ended, after ``tokens``; ``expected`` were counted when it was started, and ``reserved`` of the
-        day. ``lost``: tokens of an answer that was not awaited."""
+        """Note that a line has ended, and count its ``tokens``. ``expected`` tokens were charged when it was started,
+        and ``reserved`` of the day. ``lost``: tokens of an answer that is no longer awaited."""
         self._flying[model] -= 1
         if not sent:
             self._unsent[model] = max(0, self._unsent[model] - 1)
@@ -260,7 +264,7 @@ class Turnstile:
         self.touch()
 
     def spend(self, tenant: str, tokens: int, reserved: int) -> None:
-        """Count tokens of a tenant, of a line or of an interactive request, in place of what was reserved."""
+        """Count tokens that a tenant used for a line or an interactive request, in place of what was reserved."""
         self.account(tenant).tokens += tokens
         self.ledger.settle(tenant, reserved, tokens)
 
@@ -271,7 +275,7 @@ class Turnstile:
             await self._idle.wait()
 
     def rest(self) -> None:
-        """Start no further line: the process is ending."""
+        """Start no further line, because the process is ending."""
         self.resting = True
         for entrant in tuple(self.entrants.values()):
             entrant.close()
@@ -293,7 +297,7 @@ class Turnstile:
             ticking.cancel()
 
     def close(self) -> None:
-        """Start no further line: the server has ended."""
+        """Start no further line, because the server has ended."""
         self._feed.close()
 
     def start_next(self) -> bool:
@@ -325,7 +329,8 @@ class Turnstile:
             self.touch()
 
     def _choose(self, slots: int | None) -> tuple[Entrant, int] | None:
-        """Return the batch whose line starts next, and the bytes of that line; None if no line may start now."""
+        """Return the batch whose line starts next, and the size of that line in bytes; None if no line may start
+        now."""
         self.why = ""
         full = self._travels and slots is not None and self._moving() >= max(1, slots)
         if self._pending >= PENDING or full or self.resting:
@@ -361,8 +366,8 @@ class Turnstile:
         return min(own, key=lambda one: one[0].deadline)
 
     def _has_group(self, limit: int) -> bool:
-        """Return whether lines may start beside people: several together, so that most steps of an engine only decode,
-        which takes less time than a step with a prefill."""
+        """Return whether lines may start while people are there. Several start together, because a step with a prefill
+        takes longer than one that only decodes."""
         now, free = asyncio.get_running_loop().time(), limit - self._moving()
         if self._free_since is None:
             self._free_since = now
@@ -374,7 +379,7 @@ class Turnstile:
     # Estimates
 
     def seconds_left(self, entrant: Entrant) -> float:
-        """Return the seconds until a batch is done, at its rate so far; infinite if that is unknown."""
+        """Return the seconds until a batch will be done at its rate so far; infinite if the rate is unknown."""
         if not entrant.answered or not entrant.began:
             return inf
         seconds = asyncio.get_running_loop().time() - entrant.began

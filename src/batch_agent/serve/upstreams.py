@@ -1,8 +1,9 @@
-"""What a server of batches knows of the servers behind it: which can answer, since when one cannot, why, and what it
-needs. People get it as 503, supervisors as `/health`, and the operator in the log, `/serve/status` and `/metrics`.
+"""What a server of batches knows of the servers behind it: which of them can answer; since when and why one cannot; and
+what it needs.
 
-The dispatcher decides whether a server is up. Here its state is read, and kept true without traffic: an idle server is
-probed, and one that is back is asked a control request.
+People see it as status 503, supervisors at `/health`, and the operator in the log, at `/serve/status` and at
+`/metrics`. The dispatcher decides whether a server is up. This module reads that state, and keeps it up to date without
+traffic: idle servers are probed, and a server that is back gets a control request.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def for_clients(message: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Absence:
-    """Why a server cannot answer now. ``since``: loop time; ``again_in``: seconds until it is tried again."""
+    """The reason why a server cannot answer now. ``since``: loop time; ``again_in``: seconds until the next attempt."""
 
     endpoint: str
     upstream: str
@@ -76,7 +77,7 @@ class Absence:
 
 
 class ModelServers:
-    """``now`` returns unix seconds."""
+    """The servers of all models. ``now`` returns Unix seconds."""
 
     def __init__(self, models: ServedModels, dispatcher: Dispatcher, now: Callable[[], float]) -> None:
         self._models = models
@@ -94,7 +95,7 @@ class ModelServers:
         return [each for each in self.dispatcher.scheduler.endpoints if not each.leaving]
 
     def outage(self, endpoint: Endpoint) -> Absence | None:
-        """Return why an endpoint cannot answer now; None if it can, as far as is known."""
+        """Return the reason why an endpoint cannot answer now; None if it can."""
         now = self._clock()
         server = endpoint.server
         health = endpoint.health
@@ -112,7 +113,7 @@ class ModelServers:
         return Absence(name_of(endpoint), upstream, about.rule, about.evidence, about.since, max(0.0, again))
 
     def stopped(self, model: str) -> list[Absence]:
-        """Return the outages of a model, if no endpoint that may serve it can answer now; else []."""
+        """Return the outages of a model's endpoints if none of them can answer now; else []."""
         found: list[Absence] = []
         router = self.dispatcher.scheduler.router
         for endpoint in self._endpoints:
@@ -125,7 +126,7 @@ class ModelServers:
         return found
 
     def refusal(self, model: str) -> RequestRefused:
-        """Return the answer for a person whose request could not be answered for too long."""
+        """Return the error for a person whose request waited too long for a server."""
         now, outages = self._clock(), self.stopped(model)
         why = "; ".join(dict.fromkeys(for_clients(each.told(now)) for each in outages))
         again = min((each.again_in for each in outages), default=1.0)
@@ -135,8 +136,8 @@ class ModelServers:
     # For supervisors and the operator
 
     def health(self) -> tuple[int, JsonObject]:
-        """Return status and document of `/health`: the models that can be answered, and those that cannot. It names no
-        address, because it needs no key."""
+        """Return status and document of `/health`: which models can be answered and which cannot. It contains no
+        address, because it is public."""
         able: list[str] = []
         unable: list[str] = []
         for model in self._models.known or [ANY]:
@@ -172,7 +173,7 @@ class ModelServers:
         return found
 
     def why(self) -> str:
-        """Return why lines wait for servers, or ""."""
+        """Return the reason why lines wait for servers, or ""."""
         now = self._clock()
         outages = [self.outage(each) for each in self._endpoints]
         down = [each for each in outages if each is not None]
@@ -199,13 +200,14 @@ class ModelServers:
     # Keeping it true
 
     async def run(self) -> None:
-        """Look at all servers from time to time, until cancelled."""
+        """Check all servers from time to time, until cancelled."""
         while True:
             await self.look()
             await asyncio.sleep(LOOK_SECONDS)
 
     async def look(self) -> None:
-        """Log what has changed. Probe idle servers, and ask those that are back and get no request."""
+        """Log what has changed. Probe idle servers, and send control requests to those that are back and get no
+        request."""
         now = self._clock()
         if now >= self._listed:
             self._listed = now + LIST_SECONDS
@@ -256,5 +258,5 @@ def name_of(endpoint: Endpoint) -> str:
 
 
 def again_after(seconds: float) -> dict[str, str]:
-    """Return the header of a refusal whose request may be sent again."""
+    """Return the header that says after how many seconds a refused request may be sent again."""
     return {"Retry-After": str(max(1, min(LONGEST_RETRY, ceil(seconds))))}

@@ -46,7 +46,7 @@ def signed(secret: str, id: str, timestamp: int, body: bytes) -> dict[str, str]:
 
 
 class Webhooks:
-    """Sends notices. ``wake`` is called when one was added."""
+    """Sends notices. ``wake`` must be called when a notice was added."""
 
     def __init__(self, catalog: Catalog, now: Callable[[], float]) -> None:
         self._catalog, self._now = catalog, now
@@ -114,7 +114,7 @@ class Webhooks:
         await in_thread(self._catalog.postpone_notice, id, pause)
 
     async def _post(self, transport: Transport, tenant: Tenant, id: str, body: bytes) -> str:
-        """Send a notice. Returns why it was not accepted, or ""."""
+        """Send a notice. Returns the reason why it was not accepted, or ""."""
         headers = {"Content-Type": "application/json", "User-Agent": "batch-agent"}
         try:
             headers |= signed(tenant.secret, id, int(self._now()), body)

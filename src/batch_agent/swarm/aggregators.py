@@ -58,7 +58,7 @@ def top_k(responses: Sequence[Response], k: int, score_fn: Score, include_failur
 def structured_merge(
     responses: Sequence[Response], include_failures: bool = False
 ) -> tuple[list[JsonValue], list[Fault]]:
-    """Return the answers read as JSON, with lists flattened, and the faults of those that are not JSON."""
+    """Return the answers parsed as JSON, with lists flattened, and a Fault for each answer that is not JSON."""
     merged: list[JsonValue] = []
     unread: list[Fault] = []
     for response in _counted(responses, include_failures):

@@ -136,7 +136,7 @@ class CallOptions:
             raise SpecError(f"extra_body cannot set {taken[0]!r}: the engine sets this field itself")
 
     def check_lengths(self, prompts: int) -> None:
-        """Check that options with a value per prompt have one for each prompt."""
+        """Raise SpecError if an option with a value per prompt does not have one for each prompt."""
         if isinstance(self.seed, Sequence) and len(self.seed) != prompts:
             raise SpecError(f"seed has {len(self.seed)} numbers for {prompts} prompts: give one, or one for each")
         if self.affinity is not None and (isinstance(self.affinity, str) or len(self.affinity) != prompts):
@@ -144,7 +144,7 @@ class CallOptions:
 
     @property
     def is_chat(self) -> bool:
-        """Return whether a list goes through the chat template. A system prompt requires it."""
+        """Whether a list goes through the chat template. A system prompt requires it."""
         return self.chat or self.system is not None
 
     @property
@@ -153,14 +153,14 @@ class CallOptions:
 
     @property
     def runs(self) -> bool:
-        """Return whether the call is a run of the engine: to balance its prompts, or to record them."""
+        """Whether the call is a run of the engine, to balance its prompts or to record them."""
         return self.is_balanced or self.run_dir is not None
 
     def seed_of(self, index: int) -> int | None:
         return self.seed if isinstance(self.seed, int) or self.seed is None else self.seed[index]
 
     def alone(self, index: int) -> CallOptions:
-        """Return the options of one prompt: with its own seed, and without those of the whole call."""
+        """Return the options of one prompt: with the seed of that prompt, and without the options of the whole call."""
         return self if self == PLAIN else replace(self, seed=self.seed_of(index), **OF_A_CALL)
 
     def sample(self, index: int, sample: int) -> CallOptions:
@@ -169,7 +169,8 @@ class CallOptions:
         return replace(own, seed=own.seed + sample) if isinstance(own.seed, int) and sample else own
 
     def row(self, prompt: str, index: int, sample: int) -> JsonObject:
-        """Return the row of a run for one answer: what it depends on beside the options of the call."""
+        """Return the row of a run for one answer: everything that the answer depends on, apart from the options of the
+        call."""
         row: JsonObject = {"prompt": mended(prompt)}
         if self.seed is not None:
             row["seed"] = self.seed_of(index)
@@ -178,13 +179,13 @@ class CallOptions:
         return row | {"sample": sample} if sample else row
 
     def as_keywords(self) -> SwarmOptions:
-        """Return the options beside ``max_tokens``; none if all are defaults."""
+        """Return the options other than ``max_tokens``; {} if all have their defaults."""
         if replace(self, max_tokens=None) == PLAIN:
             return {}
         return cast(SwarmOptions, {name: getattr(self, name) for name in NAMES})
 
     def fields(self) -> JsonObject:
-        """Return the set fields of a request body, beside its prompt and its token limit."""
+        """Return the fields of a request body that options set, without its prompt and its token limit."""
         assert self.seed is None or isinstance(self.seed, int)
         named: JsonObject = {
             "temperature": self.temperature,
@@ -238,7 +239,8 @@ def above_zero(name: str, value: object, what: str = "seconds") -> float:
 
 
 def setting(name: str, given: T | None, default: T, check: Callable[[str, object], T]) -> T:
-    """Return an argument, or the number of its ``AURORA_SWARM_…`` variable, or the default."""
+    """Return the argument; if it is None, the number of its ``AURORA_SWARM_…`` variable; if that is not set, the
+    default."""
     variable = f"AURORA_SWARM_{name.upper()}"
     text = (os.environ.get(variable) or "").strip()
     number: object = given

@@ -41,9 +41,9 @@ Sink = Callable[[Response], object]
 
 
 class PoolCall:
-    """One call of a pool. It holds ``n`` responses for each prompt, one after another; ``sink`` gets each as it comes.
-    As a run, each of them is a row, and answers that were recorded with other facts (``facts`` of the pool) are not
-    used."""
+    """One call of a pool. It holds ``n`` responses for each prompt, one after another; ``sink`` gets each response when
+    it arrives. If the call is a run, each response is a row, and recorded answers with other ``facts`` of the pool are
+    not used."""
 
     def __init__(
         self, pool: AgentPool, prompts: Sequence[str], options: CallOptions, form: Form, sink: Sink | None = None
@@ -58,11 +58,11 @@ class PoolCall:
         self._reported = False
 
     def home(self, row: int) -> int:
-        """Return the agent whose turn it is; -1 for a balanced call, which has none."""
+        """Return the agent to which the row goes; -1 for a balanced call, in which the engine chooses."""
         return -1 if self._options.is_balanced else self.pool.turn(row // self._options.n)
 
     async def put(self, row: int, responses: Iterable[Response]) -> None:
-        """Store responses, the first of them in this row, and report them."""
+        """Store responses in this row and the following ones, and report them."""
         for place, response in enumerate(responses, start=row):
             response.index = place // self._options.n
             self._found[place] = response
@@ -93,7 +93,7 @@ class PoolCall:
         return [response for response in self._found if response is not None]
 
     async def _tell(self, on_result: Sink, response: Response) -> None:
-        """PoolCall the user's function. Its errors are logged once, and fail nothing."""
+        """Call the user's function. Its errors are logged once, and fail nothing."""
         try:
             outcome = on_result(response)
             if inspect.isawaitable(outcome):
@@ -104,7 +104,7 @@ class PoolCall:
                 logger.exception("on_result raised for prompt %d; further errors are not logged", response.index)
 
     async def recorded(self) -> None:
-        """Run the rows and put an answer for each."""
+        """Run the rows, and store an answer for each."""
         options, samples = self._options, range(self._options.n)
         spec = BatchSpec(
             task="{prompt}",
@@ -141,7 +141,8 @@ class PoolCall:
         return Fleet(seats, name=f"swarm of {len(seats)}")
 
     async def ask(self, agent_index: int, row: int) -> Response:
-        """Return one answer. That of a balanced call is asked for once: the engine retries elsewhere."""
+        """Return one answer. In a balanced call the request is sent once, because the engine retries at another
+        agent."""
         index, sample = divmod(row, self._options.n)
         own, once = self._options.sample(index, sample), self._options.is_balanced
         (response,) = await self.pool.ask(agent_index, self._prompts[index], own, self._form, once=once)
@@ -269,11 +270,11 @@ class AgentPool(Members):
         return {form.field: form.write(prompts, None), **replace(options, n=1).fields()}
 
     def _list_limit(self, prompts: int) -> float:
-        """Return the seconds of a request with that many prompts."""
+        """Return the time limit in seconds of a request with this number of prompts."""
         return self.timeout
 
     def facts(self, form: Form, options: CallOptions) -> JsonObject:
-        """Return what an answer depends on beside its prompt and its seed."""
+        """Return what an answer depends on, apart from its prompt and its seed."""
         return {"path": form.path, **replace(options, seed=None).fields()}
 
 

@@ -68,7 +68,7 @@ class PoolServer:
 
     @cached_property
     def client(self) -> HttpClient:
-        """Return the client, created on first use: a pool of thousands is ready at once."""
+        """The client, created on first use, so that a pool of thousands of servers is ready at once."""
         base = self.endpoint.url.removesuffix("/v1") + "/v1"
         return HttpClient(base, api_key=self._api_key, transport=self._transport)
 
@@ -94,7 +94,7 @@ class Exchange(Question):
         self.attempts = 0
 
     async def run(self, dispatcher: Dispatcher, policy: Policy, ticket: Ticket) -> Self:
-        """Send it. An error is an outcome; only a cancellation is raised."""
+        """Send the request. An error is an outcome; only a cancellation is raised."""
         try:
             await dispatcher.ask(self, policy, ticket=ticket)
         except BackendError as raised:
@@ -124,7 +124,7 @@ class Exchange(Question):
         return Reply("")
 
     def _give_up(self) -> None:
-        """Fail the requests that wait for the server: it has answered nothing since this one was sent."""
+        """Fail the requests that wait for the server: it has answered nothing since this request was sent."""
         why = f"{self.faults.where}: not sent, because the server gave no complete answer in {self._limit:g} s"
         for ticket in tuple(self._server.waiting):
             self._slots.reject(ticket, Timeout(why, unreached=True))
@@ -137,13 +137,14 @@ class Exchange(Question):
         return broken or error.overload
 
     def refuses_one_of(self, items: Sequence[Item]) -> bool:
-        """Return whether the list was refused and only one of its items may be the reason."""
+        """Return whether the list was refused and one of its items may be the only reason."""
         error = self.error
         return len(items) > 1 and error is not None and (error.status in REFUSED or isinstance(error, ContextOverflow))
 
     @cached_property
     def document(self) -> JsonObject:
-        """Return the JSON object of the answer. Raises the BackendError of one that failed or has none."""
+        """Return the JSON object of the answer. Raises the BackendError of a failed answer, or of one without a JSON
+        object."""
         if self.error is not None:
             raise self.error
         document = object_of(self.body, self.faults)
@@ -264,8 +265,8 @@ class Servers:
         limit: float,
         take: Callable[[Sequence[Item], Exchange], Awaitable[None]],
     ) -> None:
-        """Post a list; ``write`` makes the body, ``take`` gets the outcome. The halves of a list that was refused for
-        one of its items are sent again, so that this one fails alone."""
+        """Post a list; ``write`` makes the body, ``take`` gets the outcome. If a list is refused because of one of its
+        items, it is sent again in halves, so that this item fails alone."""
         exchange = await self.ask(server, path, write([text for _, text in items]), limit)
         if not exchange.refuses_one_of(items):
             return await take(items, exchange)
@@ -461,7 +462,7 @@ class Members:
         return part
 
     def turn(self, index: int) -> int:
-        """Return the agent whose turn it is; -1 if the pool is empty."""
+        """Return the agent to which text ``index`` goes; -1 if the pool is empty."""
         return index % self.size if self.size else -1
 
     def turns(self, texts: Iterable[str]) -> dict[int, list[Item]]:

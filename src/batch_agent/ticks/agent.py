@@ -53,7 +53,8 @@ _NAMED = re.compile(r"`?([A-Za-z0-9_-]{1,64})`?\s*(?:\(\s*\)|:)?\s*")
 
 @dataclass(slots=True)
 class Observation:
-    """What an agent perceived. ``source`` names the sense: the world, its ears, another agent."""
+    """What an agent perceived. ``source`` names where it comes from: the world, a sense such as hearing, another
+    agent."""
 
     timestamp: datetime
     data: Any
@@ -112,7 +113,7 @@ def idle(why: str) -> Action:
 
 
 def read_call(text: str) -> Action:
-    """Return the call in an answer. Raises NotJSON or Invalid with a message that a model can correct itself by."""
+    """Return the call in an answer. Raises NotJSON or Invalid; the message lets a model correct itself."""
     try:
         call = _of_object(cast("JsonObject", parse_output(text, _form(*TOOL_KEYS)).value))
     except (NotJSON, Invalid):
@@ -173,7 +174,7 @@ def _text(value: JsonValue) -> str | None:
 
 
 def _labelled(text: str) -> Mapping[str, str]:
-    """Return the text after each label, up to the next one. The last label of a name counts."""
+    """Return the text after each label, up to the next label. If a label occurs twice, the last text counts."""
     found = list(_LABEL.finditer(text))
     ends = [*(label.start() for label in found[1:]), len(text)]
     return {label[1].lower(): text[label.end() : end].strip() for label, end in zip(found, ends, strict=False)}
@@ -184,7 +185,8 @@ def _first(labels: Mapping[str, str], *names: str) -> str:
 
 
 def _of_labels(labels: Mapping[str, str]) -> Action | None:
-    """Return the call in ``ACTION: move {"x": 1}``. The parameters may have a label of their own."""
+    """Return the call in a text such as ``ACTION: move {"x": 1}``; None if there is none. The parameters may have a
+    label of their own."""
     named = _NAMED.match(_first(labels, "action", "tool"))
     if named is None:
         return None
@@ -198,7 +200,7 @@ def _object_in(text: str) -> JsonObject:
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """What an answer must be: JSON of the schema, or a call of one of the tools. None: anything."""
+    """The form of an answer: JSON of the schema, or a call of one of the tools. None: any form."""
 
     schema: JsonObject | None = None
     text: str = ""  # the schema as text
@@ -206,7 +208,7 @@ class AnswerForm:
 
 
 class ActionSpace:
-    """``form`` is that of an answer, ``instructions`` are for a model."""
+    """The actions of an agent. ``form`` is the form of an answer; ``instructions`` describe the actions to a model."""
 
     def __init__(self, tools: Iterable[object] = ()) -> None:
         if isinstance(tools, str):
@@ -246,7 +248,8 @@ def _described(tool: object) -> tuple[ToolSpec, Check]:
 
 
 def _fitted(tool: Tool, params: JsonObject) -> JsonObject:
-    """Return the parameters as the function's annotations read them, as JSON. Defaults are left to the function."""
+    """Return the parameters as JSON, after the function's annotations were applied to them. Missing ones stay missing:
+    the function has their defaults."""
     try:
         arguments = tool.signature.parse(json.dumps(params))
     except BadArguments as error:
@@ -269,7 +272,7 @@ def _of_description(value: Mapping[object, object]) -> ToolSpec:
 
 
 def _schema(tools: Iterable[ToolSpec]) -> JsonObject:
-    """Return a schema with one form for each tool, so that decoding allows nothing else."""
+    """Return a schema with one alternative for each tool, so that decoding allows nothing else."""
     definitions: JsonObject = {}
     forms: list[JsonValue] = []
     for tool in tools:
@@ -312,7 +315,7 @@ Priority = float | Callable[[Any], float]
 
 
 class Memory(Protocol):
-    """Give an object with these methods as ``Agent(memory=...)`` to remember in another way."""
+    """What an agent remembers. Give an object with these methods as ``Agent(memory=...)`` to replace it."""
 
     def perceive(self, observation: Observation) -> None: ...
 
@@ -425,7 +428,8 @@ class Agent:
 
     @property
     def backend(self) -> object:
-        """Return what ``decide_action`` may use: the given object, or the runtime's backend with the same methods."""
+        """The backend that ``decide_action`` may use: the given object, or the runtime's backend with the same
+        methods."""
         is_object = self.given_backend is not None and not isinstance(self.given_backend, str)
         return self.given_backend if is_object else self.lent_backend
 
@@ -487,14 +491,14 @@ class Agent:
     # For the runtime
 
     def with_result(self, observation: Any) -> Any:
-        """Return the observation with the reported result of the last action, once."""
+        """Return the observation with the reported result of the last action. The result is only added once."""
         if self._result and isinstance(observation, Mapping):
             return {LAST_RESULT: self._result.pop(), **observation}
         return observation
 
     @property
     def form(self) -> AnswerForm:
-        """Return the form that decoding enforces. An agent with its own parser may get any text."""
+        """The form that decoding enforces. An agent that overrides the parser may get any text."""
         return AnswerForm() if _is_overridden(self._parse_action, Agent._parse_action) else self.action_space.form
 
     @property
@@ -515,7 +519,8 @@ class Agent:
         return self.chosen(self._parse_action(text), "_parse_action", "the answer contains no action")
 
     def chosen(self, action: object, method: str, nothing: str) -> object:
-        """Return what the user's method chose. Raises Invalid if that is nothing, WorkerFailed if it is no action."""
+        """Return the action that the user's method chose. Raises Invalid with ``nothing`` if it chose none,
+        WorkerFailed if it returned something else."""
         if isinstance(action, Action) and action.source == "fallback":
             raise Invalid(text_of(action.reasoning or nothing))
         if action is None:
@@ -544,7 +549,7 @@ class Agent:
         return action
 
     def fault_of(self, action: object) -> str:
-        """Return why that is not a valid action of this agent, or ""."""
+        """Return the reason why a value is not a valid action of this agent, or ""."""
         if not isinstance(action, Action):
             return f"a {type(action).__name__}, not an Action"
         name: object = action.tool_name
@@ -562,7 +567,7 @@ class Agent:
             memory.act(action)
 
     def recorded(self, value: JsonValue) -> object:
-        """Return an action as it was before a trace recorded it."""
+        """Return the action from the form in which a trace recorded it."""
         if not isinstance(value, dict):
             return None
         params, reasoning = value.get("params"), value.get("reasoning")
@@ -573,7 +578,7 @@ class Agent:
         return idle(why)
 
     def _memories(self) -> list[Memory]:
-        """Return the window of memories for ``state``, whatever memory the user gave."""
+        """Return the memories for ``state``: the window of recent ones and the memory that the user gave."""
         return [self._window] if self.memory is self._window else [self._window, self.memory]
 
 

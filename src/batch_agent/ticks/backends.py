@@ -66,7 +66,7 @@ Make = Callable[[], ModelRequest]  # called for each attempt, when it is sent
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """``seed`` is the base from which the seed of each request is derived. None: the server chooses."""
+    """``seed`` is the base from which the seed of each request is derived; None: the server chooses the seeds."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -81,7 +81,8 @@ class Sampling:
 
 
 def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a TickRuntime and of its Sampling that it stands for. An unknown key is a SpecError."""
+    """Return the options of a TickRuntime, and those of its Sampling, that a configuration sets. Raises SpecError for
+    an unknown key."""
     if not isinstance(config, Mapping):
         raise SpecError(f"backend_config is a {type(config).__name__}; it is a mapping with some of {', '.join(KNOWN)}")
     given = {key: value for key, value in config.items() if value is not None}
@@ -196,7 +197,8 @@ class TickBackend:
         return await dispatcher.ask(_Alone(self.backend, make), policy, observer=self._observer)
 
     async def _ask_together(self, dispatcher: Dispatcher, make: Make) -> Reply:
-        """Send the request with the others that wait for a slot. The call ends when all its agents left."""
+        """Send the request together with the others that wait for a slot, as one call. The call is cancelled when no
+        agent waits for it any more."""
         group = self.group
         if group is None:
             group = self.group = _Group(self)
@@ -231,7 +233,7 @@ class TickBackend:
         temperature: float | None = None,  # None: that of the runtime
         max_tokens: int | None = None,
     ) -> ModelRequest:
-        """Return one request. A grammar enforces the schema, or else tools of which one must be called."""
+        """Return one request. A grammar enforces the schema; without a schema, one of the tools must be called."""
         native = self.backend.capabilities.native_schema  # a server may turn out not to enforce schemas
         key = form.text, native, temperature, max_tokens
         shape = self._shapes.get(key)
@@ -257,7 +259,7 @@ class TickBackend:
 
 
 def backend_key(given: object) -> object:
-    """Return what tells backends that users gave apart: the URL, or the identity of an object."""
+    """Return a key that is equal for the same backend: its URL, or the identity of the object."""
     return given if isinstance(given, str | None) else id(given)
 
 
@@ -280,7 +282,7 @@ class _Alone(Question):
 
 
 class _Group:
-    """Questions that are sent as one call. ``sent`` are in the order of their answers."""
+    """Questions that are sent as one call. ``sent`` has them in the order of their answers."""
 
     def __init__(self, of: TickBackend) -> None:
         self._of = of
@@ -310,10 +312,11 @@ def _made(make: Make) -> ModelRequest | JobError:
 
 
 class TextBackend(AbstractContextManager["TextBackend"]):
-    """``TextBackend("vllm://host:8000").generate("Hello")``. Errors come back as ``finish_reason="error"``.
+    """A backend for code of simulations: ``TextBackend("vllm://host:8000").generate("Hello")``. Errors are returned as
+    ``finish_reason="error"``. The methods block, so call them in threads.
 
-    The methods block, so call them in threads. Inside a runtime, an agent that decides by itself gets one that shares
-    the runtime's slots. A TextBackend created directly runs its own event loop in a thread.
+    Inside a runtime, an agent that decides by itself gets a TextBackend that shares the runtime's slots. A TextBackend
+    that is created directly runs its own event loop in a thread.
     """
 
     def __init__(
@@ -364,7 +367,7 @@ class TextBackend(AbstractContextManager["TextBackend"]):
         *,
         system_prompts: Sequence[str | None] | None = None,
     ) -> list[GenerationResult]:
-        """Return the answers in order, all requested at once. ``system_prompts`` has one for each prompt."""
+        """Return the answers in order. All requests are sent at once. ``system_prompts`` has one for each prompt."""
         systems = [system_prompt] * len(prompts) if system_prompts is None else system_prompts
         if len(systems) != len(prompts):
             raise SpecError(f"there are {len(systems)} system_prompts for {len(prompts)} prompts")
@@ -384,7 +387,7 @@ class TextBackend(AbstractContextManager["TextBackend"]):
         return self._run(_opens)
 
     def close(self) -> None:
-        """Close the backend that it opened itself. A runtime's backend stays open."""
+        """Close the backend if this object opened it. A runtime's backend stays open."""
         if self._own_loop is not None:
             self._run(TickBackend.close)
             self._own_loop.call_soon_threadsafe(self._own_loop.stop)
@@ -451,7 +454,7 @@ def _conversation(prompt: str, system_prompt: str | None) -> Conversation:
 
 
 class UsersBackend(Backend):
-    """Methods that are not async run in threads, at most ``workers`` at once."""
+    """A backend of the user's. Methods that are not async run in threads, at most ``workers`` at once."""
 
     def __init__(self, generator: object, workers: int) -> None:
         self._generator = generator
@@ -464,7 +467,7 @@ class UsersBackend(Backend):
 
     @staticmethod
     def accepts(given: object) -> bool:
-        """Return whether it is an object of the user's with a method that generates."""
+        """Return whether the object has a method that generates texts."""
         is_theirs = not isinstance(given, Backend | type)
         return is_theirs and any(method_of(given, name) for name in ("generate", "generate_batch"))
 

@@ -52,8 +52,8 @@ class Patience:
         self._tries = 0
 
     def is_over(self, sent_at: float, now: float, *, own: float, losses: int) -> bool:
-        """Return whether to abandon the request. ``own``: time of the agent's last request; ``losses``: how often this
-        question was abandoned before. Each time doubles the wait, so that a slow answer is not missed forever."""
+        """Return whether to abandon the request. ``own``: time of the agent's latest request. ``losses``: how often
+        this question was abandoned before; each time doubles the wait, so that a slow answer is not missed forever."""
         if now - sent_at < self._least:
             return False
         usual = sorted(self._times)[-1 - len(self._times) // 20]  # the 95th percentile
@@ -106,7 +106,7 @@ Given = tuple[Decision[object], Thought | None]  # what a tick gets, and the tho
 
 
 class Mind:
-    """``number`` identifies the agent in the scheduler. ``overlap`` allows several thoughts at once."""
+    """One agent. ``number`` identifies it in the scheduler. ``overlap``: several thoughts may run at once."""
 
     def __init__(self, agent: Agent, number: int, *, overlap: bool, skip_unchanged: bool, repeat_last: bool) -> None:
         self.agent, self.number = agent, number
@@ -149,7 +149,8 @@ class Mind:
                     thought.limit.reschedule(now)
 
     def turn_to(self, tick: int, observation: object, now: float, due: float) -> Given | Thought:
-        """Return what the tick gets at once, or the thought to wait for. A thought without a task is new."""
+        """Return the result that the tick gets at once, or the thought to wait for. A thought that has no task yet is
+        new."""
         ended = [thought for thought in self.thoughts if thought.ended]
         self.thoughts = [thought for thought in self.thoughts if not thought.ended]
         at_hand = max((t for t in ended if t.succeeded and self._is_news(t)), key=lambda t: t.tick, default=None)
@@ -174,7 +175,7 @@ class Mind:
         return self._begin(tick, observation, now, due)
 
     def conclude(self, thought: Thought, tick: int, why: str) -> Given:
-        """Return what the tick gets at its end. ``why`` is the reason if the thought has not ended."""
+        """Return the result that the tick gets at its end. ``why`` is the reason if the thought has not ended."""
         if thought.succeeded and self._is_news(thought):
             self.thoughts = [other for other in self.thoughts if other is not thought]
             return self._give(thought, tick)

@@ -43,7 +43,7 @@ def json_of(value: object) -> bytes:
 
 
 def text_of(value: object) -> str:
-    """Return the value as text: its own ``str`` if its class defines one, else that of its plain form."""
+    """Return the value as text: with the ``__str__`` of its class if the class defines one, else as its plain data."""
     if type(value) is str:
         return _cut(value)
     try:
@@ -126,10 +126,8 @@ def _opened(value: object) -> JsonValue | Items:
 
 
 def guarded(name: str, function: Callable[[], T]) -> T:
-    """Return what ``function`` returns. Exceptions become a WorkerFailed that says ``name`` raised it.
-
-    A JobError passes unchanged, because it has a message of its own. So does Ctrl-C.
-    """
+    """Return what ``function`` returns. An exception becomes a WorkerFailed that says that ``name`` raised it. A
+    JobError, which has its own message, and Ctrl-C pass unchanged."""
     with boundary(lambda raised: WorkerFailed(f"{name} raised {raised}"), JobError):
         return function()
 
@@ -143,7 +141,8 @@ def tried(function: Callable[[], T], otherwise: T) -> T:
 
 
 async def called(threads: Threads, name: str, method: Callable[[], object]) -> object:
-    """Return what ``method`` returns, run in a thread unless it is async. What it raises is as for ``guarded``."""
+    """Return what ``method`` returns. It runs in a thread unless it is async. Exceptions are handled as in
+    ``guarded``."""
     with worker_boundary(f"{name} raised"):
         if inspect.iscoroutinefunction(method):
             return await method()
@@ -167,7 +166,7 @@ class GenerationResult:
 
     @property
     def error(self) -> str:
-        """Why there is no answer, or ""."""
+        """The reason why there is no answer, or ""."""
         if self.finish_reason != "error":
             return ""
         why = self.metadata.get("error")
@@ -209,9 +208,9 @@ def _field(value: object, name: str) -> object:
 
 
 def arguments_for(method: Callable[..., object], prompt: str, system: str, **options: object) -> Arguments:
-    """Return the prompt, and those options that the method has parameters for. The system prompt is among them as
-    ``system_prompts``, a list of one, or as ``system_prompt``; if the method has neither, it is put before the
-    prompt."""
+    """Return the arguments for the method: the prompt, and the options that it has parameters for. The system prompt is
+    passed as ``system_prompts`` (a list of one) or as ``system_prompt``; if the method has neither parameter, it is put
+    before the prompt."""
     try:
         parameters = inspect.signature(method).parameters.values()
     except ValueError:  # a builtin without a signature

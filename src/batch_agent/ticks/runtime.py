@@ -61,7 +61,7 @@ GRACE = 5.0  # seconds that the user's coroutines get to end after a cancellatio
 
 
 class _Awaitable(Awaitable[None]):
-    """Returned by ``start`` and ``stop``: the part without an event loop is done, awaiting it does the rest."""
+    """Returned by ``start`` and ``stop``. What needs no event loop is already done; awaiting it does the rest."""
 
     def __init__(self, rest: Callable[[], Awaitable[None]]) -> None:
         self._rest = rest
@@ -256,7 +256,8 @@ class TickRuntime(Generic[A]):
         return turned if isinstance(turned, Thought) else self._remembered(mind, turned)
 
     async def _wait(self, tasks: set[asyncio.Task[None]], due: float) -> None:
-        """Wait for the thoughts until the tick is due. In a long tick, check for lost requests from time to time."""
+        """Wait for the thoughts until the end of the tick. During a long tick, lost requests are detected from time to
+        time."""
         loop = asyncio.get_running_loop()
         while tasks:
             left = max(0.0, due - loop.time())
@@ -374,7 +375,8 @@ def _priority(agent: Agent, observation: object) -> float:
 
 
 class AgentRuntime(TickRuntime[Action]):
-    """Its options are those of TickRuntime, and those of Sampling one by one."""
+    """A TickRuntime with the names that simulations use. Its options are those of TickRuntime and, one by one, those of
+    Sampling."""
 
     def __init__(
         self,
@@ -436,7 +438,7 @@ class AgentRuntime(TickRuntime[Action]):
         return list(self.agents.values())
 
     async def process_tick(self, tick: int, observations: Mapping[str, Any]) -> dict[str, Action]:
-        """Return an action for each agent in ``observations``, always. Each action states its origin."""
+        """Return an action for each agent in ``observations``; none is ever missing. Each action states its origin."""
         decisions = await self.tick(tick, observations)
         return {
             agent_id: (decision.action or idle(decision.reason)).marked(decision.source, decision.seen_tick)
@@ -472,7 +474,7 @@ class Thinker:
         self.keeper = self.loop.create_task(self._keep(), name="batch-agent ticks")
 
     def backend_of(self, agent: Agent) -> TickBackend:
-        """Return the agent's backend, or that of the runtime; agents with equal ones share it."""
+        """Return the agent's own backend, else the runtime's. Agents with equal backends share one."""
         runtime = self._runtime
         given = runtime.backend if agent.given_backend is None else agent.given_backend
         key = backend_key(given)
@@ -582,7 +584,7 @@ class Thinker:
     # Closing
 
     def close(self) -> None:
-        """Start closing, from any thread. It ends with the task ``keeper``."""
+        """Start closing, from any thread. Closing is complete when the task ``keeper`` has ended."""
         if not self.is_closing and not self.loop.is_closed():
             self.is_closing = True
             self.loop.call_soon_threadsafe(self.keeper.cancel)

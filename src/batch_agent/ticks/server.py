@@ -30,8 +30,8 @@ AGENTS_KEYS = ("agents", "perceptions")
 
 
 class TickServer:
-    """Serves until it is cancelled. Running ticks are then answered with what is there. With a ``key`` clients must
-    send it."""
+    """Serves until it is cancelled. Running ticks are then answered with the actions that exist. With a ``key``,
+    clients must send it."""
 
     def __init__(self, runtime: AgentRuntime, key: str = "") -> None:
         self._runtime, self._key = runtime, key
@@ -139,7 +139,7 @@ def _agent_id(value: JsonValue, where: str) -> str:
 
 
 def _observation(body: JsonObject) -> JsonValue:
-    """Return the observation, which is under its own key or beside the id."""
+    """Return the observation of a body. It may be under a key of its own, or be the fields beside the id."""
     beside: JsonValue = {name: value for name, value in body.items() if name not in ("agent_id", "tick")}
     return next((body[key] for key in OBSERVATION_KEYS if key in body), beside)
 

@@ -56,7 +56,7 @@ class Trace:
             raise SpecError(f"cannot write the trace {path}: {error.strerror}") from None
 
     def write(self, tick: int, given: Iterable[tuple[object, object, Given]]) -> None:
-        """Add the lines of one tick. ``given`` has the agent, its observation and what it got, for each agent."""
+        """Add the lines of one tick. ``given`` has, for each agent, the agent, its observation and the result."""
         if self._failed:
             return
         lines = [json_of(_line(tick, *one)) + b"\n" for one in given]

@@ -32,8 +32,8 @@ async def run_pipeline(
     reuse_agents: bool = True,
     **options: Unpack[SwarmOptions],
 ) -> Any:  # the type of the last transform's value
-    """Return the output of the last stage. A stage uses the first ``n_agents`` of the pool; without ``reuse_agents``
-    the first of those not used by an earlier stage."""
+    """Return the output of the last stage. A stage uses the first ``n_agents`` of the pool; without ``reuse_agents``,
+    the first ones that no earlier stage has used."""
     if options.get("n", 1) != 1 or options.get("run_dir") is not None:
         raise SpecError("a pipeline takes no n and no run_dir: BatchAgent's Pipeline has stages that are recorded")
     steps = Steps(options)
@@ -51,13 +51,14 @@ async def run_pipeline(
 async def fan_out_fan_in(
     pool: AgentPool, prompt: str, collect_prompt: str, n_workers: int | None = None, **options: Unpack[SwarmOptions]
 ) -> Response:
-    """Return agent 0's answer to ``collect_prompt``; the first ``n_workers`` give ``{responses}``."""
+    """Return agent 0's answer to ``collect_prompt``, in which the answers of the first ``n_workers`` agents replace
+    ``{responses}``."""
     workers = pool if n_workers is None else pool.slice(0, whole("n_workers", n_workers))
     return await gather_and_collect(workers, prompt, pool, 0, collect_prompt, options)
 
 
 def _agents(pool: AgentPool, stages: Sequence[Stage], reuse: bool) -> list[AgentPool]:
-    """Return the agents of each stage. SpecError if a stage would have none."""
+    """Return the agents of each stage. Raises SpecError if a stage would have none."""
     parts, begin = [], 0
     for stage in stages:
         part = pool.slice(begin, begin + whole(f"n_agents of the stage {stage.name!r}", stage.n_agents))

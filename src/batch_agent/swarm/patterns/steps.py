@@ -44,8 +44,8 @@ def filled(template: str, **values: object) -> str:
 async def gather_and_collect(
     workers: AgentPool, prompt: str, pool: AgentPool, agent_index: int, template: str, options: SwarmOptions
 ) -> Response:
-    """Return one agent's answer to the template, with what each of the workers answered to the prompt in place of
-    ``{responses}``, and with the token limit for summaries. If nothing was answered, the response is a failed one."""
+    """Return one agent's answer to the template, in which the answers of the workers to the prompt replace
+    ``{responses}``. It has the token limit for summaries. If no worker answered, the response is a failed one."""
     steps = Steps(options)
     responses = await workers.broadcast_prompt(prompt, **steps.options(first=True))
     texts = [response.text for response in responses if response.success]

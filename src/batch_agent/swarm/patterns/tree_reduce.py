@@ -22,7 +22,7 @@ from batch_agent.swarm.vllm_pool import CHARACTERS_PER_TOKEN, DEFAULT_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """Which leaves are in the answer, and why the others are not, by number."""
+    """The numbers of the leaves that are in the answer, and of the others with the reasons."""
 
     leaves: int
     included: tuple[int, ...]
@@ -31,7 +31,8 @@ class Coverage:
 
 @dataclass
 class Reduced(Response):
-    """``usage`` is of all requests. ``levels``: with ``keep_levels``, the responses, leaves first."""
+    """The result. ``usage`` is the sum over all requests. ``levels``: with ``keep_levels``, the responses of each
+    level, leaves first."""
 
     coverage: Coverage = field(default_factory=lambda: Coverage(0, (), {}))
     levels: list[list[Response]] = field(default_factory=list)
@@ -51,8 +52,9 @@ async def tree_reduce(
     keep_levels: bool = False,
     **options: Unpack[SwarmOptions],
 ) -> Reduced:
-    """Return the reduction of the leaves. With ``items`` each replaces ``{item}`` in the prompt; without, every agent
-    gets the prompt. ``reduce_prompt`` must contain ``{responses}`` and may contain ``{level}``, from 1."""
+    """Reduce the answers to one. With ``items``, each item replaces ``{item}`` in the prompt and gives one leaf;
+    without, every agent answers the prompt. ``reduce_prompt`` must contain ``{responses}`` and may contain ``{level}``,
+    counted from 1."""
     whole("fanin", fanin, least=2)  # groups of one would never end
     if "{responses}" not in reduce_prompt:
         raise SpecError("reduce_prompt has no {responses}: it would not contain the answers")
@@ -91,7 +93,7 @@ async def tree_reduce(
 def _kept(
     covered: Sequence[tuple[int, ...]], responses: Sequence[Response], lost: dict[int, str], where: str = ""
 ) -> list[Node]:
-    """Return the answers that have a text. The leaves of the others are added to ``lost``, with the reason."""
+    """Return the answers that have a text. Leaves of the other answers are added to ``lost``, with the reason."""
     nodes = []
     for leaves, response in zip(covered, responses, strict=True):
         if response.success and response.text.strip():
@@ -114,7 +116,7 @@ def _reduced(nodes: Sequence[Node], lost: dict[int, str], problem: str) -> Reduc
 
 
 def _room(max_context: int, template: str, pool: AgentPool) -> int:
-    """Return how many characters of answers fit one request, beside the template and the answer."""
+    """Return how many characters of answers fit into one request, beside the template and the answer."""
     answer = pool.answer_tokens or DEFAULT_TOKENS
     room = (max_context - answer) * CHARACTERS_PER_TOKEN - len(template)
     if room <= 0:
