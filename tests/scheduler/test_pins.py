@@ -36,9 +36,5 @@ def test_an_agent_that_asks_for_its_last_answer_is_not_pinned() -> None:
     assert pin_seconds(learnt, 2) == 0
 
 
-def test_an_agent_with_a_long_tool_wait_leaves_its_memory_to_others() -> None:
-    assert pin_seconds(forecast(turns=3, request=1.0, tool=20.0), 0) == 0
-
-
 def test_before_anything_is_known_an_agent_is_expected_back() -> None:
     assert pin_seconds(TurnForecast(), 0) == UNKNOWN_SECONDS

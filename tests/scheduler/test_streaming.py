@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from batch_agent.scheduler.numbers import N
-from batch_agent.scheduler.ordering import MEMORY, TOKEN_SECONDS, Streaming
+from batch_agent.scheduler.ordering import TOKEN_SECONDS, Streaming
 
 
 def trial(streaming: Streaming, gained: float, tokens: int = 100, inflight: int = 1) -> list[tuple[bool, str]]:
@@ -71,7 +71,7 @@ def test_what_stops_paying_is_given_up_however_long_it_paid() -> None:
     streaming = Streaming()
     for _ in range(1000):
         trial(streaming, gained=0.5)
-    told = [streaming.learn(0.0, tokens=1000, inflight=64) for _ in range(2 * MEMORY)]
+    told = [streaming.learn(0.0, tokens=1000, inflight=64) for _ in range(2 * N.rarely)]
     assert [decision[0] for decision in told if decision is not None] == [False]
 
 

@@ -361,7 +361,7 @@ class Dispatcher:
         endpoint, row = slot.endpoint, slot.ticket.row
         failures, asked = max(1, row.failures), min(error.retry_after or 0.0, N.longest_hold)
         if self.endpoints.is_endless and (error.retry_after or 0.0) > N.longest_hold:
-            asked = N.first_hold  # the server may answer long before
+            asked = N.busy  # the server may answer long before
         if row.crashes and not endpoint.given_up:  # few crashes over a long time, unless a few are enough
             return retry_delay(len(row.crashes) + (0 if row.crashes[-1].proven else 2), 0.0, self._chance())
         if endpoint.given_up or endpoint.health.is_down or verdict.at_once:

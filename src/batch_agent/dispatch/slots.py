@@ -173,10 +173,10 @@ STREAM_SILENCE = 3.0  # seconds without a byte after which an answer that has be
 # An endpoint that never answered loses its requests after this factor of the usual time or ``SLOWER`` times the slowest
 # answer of others, whichever is sooner, and at least these seconds.
 UNKNOWN_FACTOR, UNKNOWN_SECONDS = 3.0, 0.5
-# A request may be lost after this factor of a usual answer, and at least these seconds, without a byte. After this
+# A request may be lost after this factor of a usual answer, and at least the longest pause, without a byte. After this
 # factor of the slowest answer it is cancelled, if a second one cannot be sent beside it. If another server works and
 # many answers were much faster, it may be lost sooner.
-LOST_FACTOR, LOST_SECONDS = 20.0, 30.0
+LOST_FACTOR = 20.0
 
 
 Flight = tuple[Deadline, Question, Policy, Observer]
@@ -359,7 +359,7 @@ class Flights:
                     self.recall(slot, now)
             return
         slowest = self._slowest(endpoint)
-        cancelled = max(patience, LOST_SECONDS, LOST_FACTOR * slowest)
+        cancelled = max(patience, N.longest_pause, LOST_FACTOR * slowest)
         silent = now - server.answered_at >= cancelled
         if not slowest:
             endpoint.health.sounded = True
@@ -394,7 +394,7 @@ class Flights:
             return max(N.shortest_silence, N.silence_factor * self._slowest(endpoint)) if others_work else inf
         if not usual and (health.sounded or not (health.answered or others_work)):
             return inf
-        patience = max(LOST_SECONDS, LOST_FACTOR * usual)
+        patience = max(N.longest_pause, LOST_FACTOR * usual)
         if health.is_learnt and others_work:  # a row that takes that much longer than all others is rare
             patience = min(patience, max(N.busy, N.silence_factor * health.slowest))
         return patience

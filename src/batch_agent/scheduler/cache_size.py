@@ -125,4 +125,4 @@ class CacheSize:
             self.learnt = distance if self.learnt is None else max(min(self.learnt, distance), least)
 
     def _shrink(self) -> None:
-        self.margin = max(N.least_margin, self.margin * N.margin_loss)
+        self.margin = max(N.small, self.margin * N.margin_loss)

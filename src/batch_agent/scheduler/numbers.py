@@ -36,7 +36,9 @@ class Numbers:
     busy: float = 10.0
 
     # Parts of a whole.
-    small: float = 1 / 8  # of a limit or of the requests that run: left to others, a short queue; of a time limit
+    small: float = (
+        1 / 8
+    )  # of a limit or of the requests that run: left to others, a short queue; of a time limit; of a cache: ours
     mostly: float = 0.5  # another turn is likely, a context is cached, an engine counts our requests
 
     # Speed.
@@ -56,10 +58,9 @@ class Numbers:
     denied_share: float = 1 / 20  # the same if it denies every row: a gateway that reloads takes seconds, a key hours
     limited_share: float = 1 / 3  # the same if it refuses every request: each refused request may count for its limit
     jitter: float = 0.3  # random part of a pause, so that many runs do not try together
-    # A server that asks for a longer wait than this is tried again after the first of these times, then twice as long,
-    # up to this: one asked for a day, and answered 3 s later.
+    # A server that asks for a longer wait than this is tried again after the wait of a busy one, then twice as long, up
+    # to this: one asked for a day, and answered 3 s later.
     longest_hold: float = 300.0
-    first_hold: float = 15.0
 
     # Silence: nothing at all arrives for much longer than the slowest answer took.
     shortest_silence: float = 5.0
@@ -93,7 +94,6 @@ class Numbers:
     full: float = 0.9  # part of the size below which nothing is evicted
     margin_loss: float = 0.95  # factor of the margin after an eviction that others must have caused
     margin_gain: float = 0.002  # what a hit adds to it
-    least_margin: float = 0.3
     learnt_loss: float = 0.8  # largest change of a learnt size after one eviction
     learnt_gain: float = 1.01  # ... and after one hit near it
 

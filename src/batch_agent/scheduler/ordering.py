@@ -423,7 +423,6 @@ class Parking(Generic[Waiting, Place]):
 #
 # ``kvflow="auto"`` enables the parts with a measured gain (docs/kv.md), ``True`` all of them, ``False`` none.
 
-SOON = 10.0  # times the mean seconds of a request: an agent with a longer tool wait is not pinned
 UNKNOWN_SECONDS = 15.0  # length of a pin while no agent has returned from a tool, or tools take no time
 
 
@@ -453,7 +452,7 @@ def pin_seconds(forecast: TurnForecast, turns: int) -> float:
     wait = forecast.seconds_between_turns
     if not wait:
         return UNKNOWN_SECONDS
-    return N.much_slower * wait + N.short_wait if wait <= SOON * forecast.seconds_per_turn else 0.0
+    return N.much_slower * wait + N.short_wait
 
 
 # Decides whether to stream the answers of a run, so that tools can start before the answer is complete.
@@ -470,7 +469,6 @@ def pin_seconds(forecast: TurnForecast, turns: int) -> float:
 # then there is another trial, because tools and answers may have changed. This module has no clock: the caller measures
 # each turn.
 
-MEMORY = 256  # number of answers after which all earlier ones count half
 # Seconds for one token of a stream: 15 µs of our event loop, and about 30 of the server, which writes an event for it
 # while its other requests wait (measured on vLLM and an H200).
 TOKEN_SECONDS = 45e-6
@@ -512,7 +510,7 @@ class Streaming:
             return None
         gain, cost = self._gained / self._answers, self._cost / self._answers
         self._pays = gain > cost
-        if self._answers >= MEMORY:
+        if self._answers >= N.rarely:  # all earlier ones count half
             self._answers //= 2
             self._gained /= 2
             self._cost /= 2

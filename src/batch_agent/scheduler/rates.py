@@ -191,7 +191,6 @@ class RateWindow:
 # Seconds at most in which every request is refused, also one alone, if a limit per minute is used up. That ends
 # within a minute, but the trial that shows it may wait for a slot.
 LONGEST_DROUGHT = 90.0
-NEARLY = 0.8  # part of the learnt limit: a refusal after that many requests is due to it
 RAISED = 1 / 50  # part by which it is raised after a minute without a refusal; doubles each minute
 DOUBTED = 1 / 4  # the same until a refusal has confirmed it, after one more request and then after each short wait
 
@@ -245,7 +244,7 @@ class LearntRate:
         """Return whether a refusal means that the limit is used up. Then lower it to what was taken. If it is not
         ``certain``, because as many requests were in flight as the server takes at once, it confirms nothing."""
         used = self.used(now)
-        if self.limit is None or used < NEARLY * self.limit:
+        if self.limit is None or used < N.full * self.limit:
             return False
         if self._doubted and not certain:
             return True

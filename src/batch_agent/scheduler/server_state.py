@@ -612,7 +612,7 @@ class ServerState:
         if is_long := wait > N.longest_hold:
             if not self.health.is_down:
                 self._go_down("the server asks for a long wait", str(error), now, effects)
-            wait = min(N.longest_hold, N.first_hold * 2.0 ** min(self.health.trials, N.most_doubled))
+            wait = min(N.longest_hold, N.busy * 2.0 ** min(self.health.trials, N.most_doubled))
             wait *= 1 - N.jitter * self.health.chance()
         if now + wait <= self.held_until:
             return
