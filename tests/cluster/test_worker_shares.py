@@ -34,7 +34,7 @@ class TableInMemory:
 
     def __init__(self) -> None:
         self.table_, self.away = Table(), False
-        self.instant, self.group = False, 1
+        self.wait, self.group, self.gathering, self.writes = 1.0, 1, 0.024, True
 
     def blocks(self, call: str) -> bool:
         return True

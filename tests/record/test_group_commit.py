@@ -16,23 +16,34 @@ from batch_agent.messages import Reply, Usage
 from batch_agent.record.journal import (
     AT_ONCE,
     BACKLOG,
-    GATHERING,
-    GATHERING_FAR,
     MANY,
     OVERDUE,
     Journal,
     Trail,
 )
 from batch_agent.record.steps import Ended, Past, Spent
-from batch_agent.record.store import Account, Identity, KeptStep, Lease, Outlay, Row, RowChange, Store
+from batch_agent.record.store import (
+    GATHERING,
+    GATHERING_FAR,
+    Account,
+    Identity,
+    KeptStep,
+    Lease,
+    Outlay,
+    Row,
+    RowChange,
+    Store,
+)
 from batch_agent.testing import virtual_clock
 
 
 class Disk:
     """A store whose commits finish when they may. It remembers what came in which order."""
 
-    def __init__(self, *, instant: bool = True) -> None:
-        self.instant, self.group = instant, 1
+    wait, group, writes = 0.0, 1, True
+
+    def __init__(self, gathering: float = GATHERING) -> None:
+        self.gathering = gathering
         self.commits: list[list[KeptStep]] = []
         self.numbers: list[int] = []
         self.ended: list[RowChange] = []
@@ -40,6 +51,9 @@ class Disk:
         self.outlay: Outlay | None = None
         self.may_commit = threading.Semaphore(0)
         self.error: Exception | None = None
+
+    def blocks(self, call: str) -> bool:
+        return self.gathering > 0
 
     def agent_numbers(self, worker: int) -> Iterator[int]:
         return count(1)
@@ -119,12 +133,14 @@ async def test_what_gathers_during_a_commit_goes_into_the_next_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("instant", "records", "waits"),
-    [(False, MANY, GATHERING_FAR), (False, MANY - 1, GATHERING), (True, MANY, GATHERING)],
+    ("gathering", "records", "waits"),
+    [(GATHERING_FAR, MANY, GATHERING_FAR), (GATHERING_FAR, MANY - 1, GATHERING), (GATHERING, MANY, GATHERING)],
 )
 @virtual_clock
-async def test_a_busy_worker_sends_larger_commits_to_another_process(instant: bool, records: int, waits: float) -> None:
-    disk, clock = Disk(instant=instant), asyncio.get_running_loop().time
+async def test_a_busy_worker_sends_larger_commits_to_another_process(
+    gathering: float, records: int, waits: float
+) -> None:
+    disk, clock = Disk(gathering), asyncio.get_running_loop().time
     disk.may_commit.release(2)
     async with journal(disk) as book:
         await settled(book, [book.add(*entry(agent)) for agent in range(1, records + 1)][-1])
@@ -195,9 +211,9 @@ async def test_rows_that_other_workers_have_now_are_reported_with_the_commit() -
 
 
 async def test_a_store_in_memory_is_called_at_once() -> None:
-    disk = Disk()
+    disk = Disk(0.0)
     disk.may_commit.release()
-    async with journal(disk, in_memory=True) as book:
+    async with journal(disk) as book:
         book.publish(lease(4), result(4))
         assert [change.lease for change in disk.ended] == [lease(4)]
 

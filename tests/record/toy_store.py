@@ -21,8 +21,11 @@ from typing import Any
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.messages import JsonObject
 from batch_agent.record.store import (
+    GATHERING_FAR,
     NUMBERS,
     OBSERVED,
+    WAIT,
+    WINDOW,
     Counts,
     FeederReplaced,
     FeederSession,
@@ -80,7 +83,8 @@ class Kept:
 
 
 class ToyStore:
-    instant, group, unstarted, writes, folder = False, 16, 0, True, None
+    wait, group, window, gathering = WAIT, 16, WINDOW, GATHERING_FAR
+    writes, lasts, unstarted, folder = True, True, 0, None
 
     def __init__(
         self,
@@ -112,6 +116,16 @@ class ToyStore:
         self.done = Increment()  # by the workers of this session
         self.sent: dict[int, bytes] = {}  # their events, by position
         self.positions = count(1)
+
+    def describe(self, schema: Any, row_schema: Any, *, messages: bool) -> None: ...
+
+    def announce(self) -> bool:
+        return False
+
+    def stop_announcing(self) -> None: ...
+
+    def carried(self, values: Sequence[object]) -> Sequence[object]:
+        return values
 
     # The file
 

@@ -25,6 +25,7 @@ from batch_agent.record.row_json import decode_result, line_of
 from batch_agent.record.rundir import RunDir, read_run
 from batch_agent.record.sqlite import FACTS, TABLE, SqliteJournal
 from batch_agent.record.store import (
+    GATHERING,
     NUMBERS,
     Identity,
     KeptStep,
@@ -53,9 +54,7 @@ KEEPS = (
 
 
 class DirectoryStore(MemoryStore):
-    """``schema`` is that of the outputs, for the lines of the result files."""
-
-    writes = True
+    gathering, writes = GATHERING, True
 
     def __init__(
         self,
@@ -67,7 +66,7 @@ class DirectoryStore(MemoryStore):
     ) -> None:
         super().__init__(clock, wall)
         self.path = self.folder = path
-        self.schema: OutputSchema[object] | None = None
+        self._schema: OutputSchema[object] | None = None
         self._open_journal = open_journal
         self._directory: RunDir | None = None
         self._disk = ThreadLock()  # held while files are read or written
@@ -80,6 +79,11 @@ class DirectoryStore(MemoryStore):
 
     def blocks(self, call: str) -> bool:
         return call in BLOCKING and (call != "feed" or self._has_past)
+
+    def describe(
+        self, schema: OutputSchema[object] | None, row_schema: OutputSchema[object] | None, *, messages: bool
+    ) -> None:
+        self._schema = schema
 
     def open(self, resuming: Resuming) -> None:
         with self._disk:
@@ -253,7 +257,7 @@ class DirectoryStore(MemoryStore):
                     ended.append(change)
             directory.journal.commit(steps, self._progress(ended))
             if ended:
-                directory.schema = self.schema
+                directory.schema = self._schema
                 directory.write([self._written(change) for change in ended])
             for change in ended:
                 self._agents.pop(change.lease.place, None)

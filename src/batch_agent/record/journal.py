@@ -4,7 +4,7 @@
 Group commit: while one commit is being written, all new records are collected for the next one. A commit costs about
 the same for one record and for a thousand, so the disk does not limit how many agents run. All bookkeeping is on the
 event loop's thread. Commits are written in a thread of the store, one at a time and in order. A store in memory is
-called at once: there is nothing to wait for.
+called at once: there is nothing to wait for, and no steps are kept.
 
 A slow disk, or a file locked by another process, is waited for. Meanwhile no request should be sent, because its answer
 could not be recorded soon. ``on_overdue`` reports when that begins and ends.
@@ -32,7 +32,19 @@ from batch_agent.messages import Message, content_shown
 from batch_agent.record.codec import encode
 from batch_agent.record.keys import KEY_BYTES, shape_fields
 from batch_agent.record.steps import Failed, Past, Restarted, Spent, Step
-from batch_agent.record.store import Account, Identity, Increment, KeptStep, Lease, Outlay, Row, RowChange, Store
+from batch_agent.record.store import (
+    GATHERING,
+    Account,
+    Identity,
+    Increment,
+    KeptStep,
+    Lease,
+    Outlay,
+    Row,
+    RowChange,
+    Store,
+    at_once,
+)
 
 # Digests of requests. They tell whether a resumed agent sends the same request that was recorded.
 #
@@ -252,9 +264,8 @@ class Trail:
             await self._journal.durable(self._commit)
 
 
-GATHERING = 0.006  # seconds that a commit waits for more records: little beside a model call, a third of the commits
-# A commit to another process wakes both, so it waits longer while the commits before it had MANY records.
-GATHERING_FAR, MANY = 0.024, 16
+NOWHERE = Trail()
+MANY = 16  # records of a large commit: the next one waits as long as the store says
 OVERDUE = 1.0  # seconds that a commit may take before no new request is sent
 BACKLOG = 1024  # records and results that may wait for the disk; above that, no new agent starts
 AT_ONCE = 64  # agents that are resumed in the same turn of the event loop after a commit
@@ -262,36 +273,36 @@ AT_ONCE = 64  # agents that are resumed in the same turn of the event loop after
 
 class Journal:
     """Writes the steps and results of one worker. ``account`` reports what the session spends; ``more`` returns what
-    this worker has done since the last call, if the store is outside its process. ``encoded`` returns a result as JSON,
-    if the store takes no objects. ``on_committed`` is called with the places of rows that other workers have now, and
-    with the leases of rows whose results are recorded. ``on_backlog`` is called with True when too many records wait
-    for the store to start new agents, and with False when that ends. ``on_overdue`` is called with True when a commit
-    takes too long, and with False when it is done. ``on_failed`` is called with the error of a commit: nothing can be
-    recorded any more. ``in_memory``: the store writes no files."""
+    this worker has done since the last call, if the store is outside its process. ``on_committed`` is called with the
+    places of rows that other workers have now, and with the leases of rows whose results are recorded. ``on_backlog``
+    is called with True when too many records wait for the store to start new agents, and with False when that ends.
+    ``on_overdue`` is called with True when a commit takes too long, and with False when it is done. ``on_failed`` is
+    called with the error of a commit: nothing can be recorded any more."""
 
     def __init__(
         self,
         store: Store,
         worker: int,
         *,
-        in_memory: bool = False,
         account: Account | None = None,
         more: Callable[[], Increment] | None = None,
-        encoded: Callable[[AgentResult[object]], bytes] | None = None,
         on_committed: Callable[[set[str], Sequence[Lease]], None] = lambda lost, ended: None,
         on_backlog: Callable[[bool], None] = lambda _: None,
         on_overdue: Callable[[bool], None] = lambda _: None,
         on_failed: Callable[[StoreError], None] = lambda _: None,
     ) -> None:
-        self._store, self._worker, self.in_memory = store, worker, in_memory
-        self._encoded, self._on_committed = encoded, on_committed
+        self._store, self._worker, self._on_committed = store, worker, on_committed
         self._loop = asyncio.get_running_loop()
+        # How a commit is made: in the thread for them, or at once.
+        in_thread = partial(self._loop.run_in_executor, store.commits)
+        self._make: Callable[[Callable[[], set[str]]], asyncio.Future[set[str]]]
+        self._make = in_thread if store.gathering else at_once
         self._numbers = store.blocking.agent_numbers(worker)
         self._account, self._more = Account() if account is None else account, more
         self._on_backlog, self._on_overdue, self._on_failed = on_backlog, on_overdue, on_failed
         self._alarm: asyncio.TimerHandle | None = None
         self._is_overdue = False
-        self._pause = GATHERING  # seconds that the next commit waits
+        self._pause = min(store.gathering, GATHERING)  # seconds that the next commit waits
         self._touched = False  # a commit was requested, even without new records
         self._committing_since = self._gathering_since = 0.0  # when the oldest record that is not on disk was added
         self._backlogged = False
@@ -311,6 +322,10 @@ class Journal:
             return 0.0
         return self._loop.time() - (self._committing_since or self._gathering_since)
 
+    def trail(self, lease: Lease, identity: Identity, past: Past | None = None, **how: bool) -> Trail:
+        """Return the trail of an agent that works on a row. All agents have one trail if no steps are kept."""
+        return Trail(self, lease, identity, past, **how) if self._store.writes else NOWHERE
+
     def new_agent(self) -> int:
         return next(self._numbers)
 
@@ -327,20 +342,13 @@ class Journal:
         """Record the result of a row, with everything added before it. Returns the number of the commit."""
         if self._failure is not None:
             raise self._failure
-        if self.in_memory:
-            self._gathering += 1
-            error = "" if result.error is None else result.error.type
-            change = RowChange(lease, (), result, error, result.resumed)
-            lost = self._store.blocking.commit(self._worker, self._gathering, (change,))
-            self._on_committed(lost, (lease,))
-            return 0
         self._results.append((lease, result))
         self._wake()
         return self._gathering
 
     def touch(self) -> None:
         """Commit soon even without new records, to write what the session has spent, and its advance."""
-        if self._failure is None and not self.in_memory:
+        if self._failure is None:
             self._touched = True
             self._wake()
 
@@ -374,19 +382,18 @@ class Journal:
         """Write everything that is left, and return the advance of the session. A cancellation does not interrupt this.
         Returns the error if something could not be written."""
         failure = await to_its_end(self.flush())
-        if failure is None and not self.in_memory:
+        if failure is None:
             tokens, cost = self._account.so_far()
             outlay = Outlay(tokens, cost, None, self._account.learnt(), self._more and self._more())
             last = partial(self._store.blocking.commit, self._worker, self._gathering, (), outlay)
-            failure = await to_its_end(self._loop.run_in_executor(self._store.commits, last))
+            failure = await to_its_end(self._make(last))
         if failure is not None and not isinstance(failure, StoreError):
             failure = StoreError(f"the run cannot be recorded: {failure!r}")
         return failure
 
     def close(self) -> None:
         """Refuse everything from now on."""
-        if not self.in_memory:
-            self._failure = self._failure or StoreError("the record of the run is closed")
+        self._failure = self._failure or StoreError("the record of the run is closed")
 
     @property
     def _is_wanted(self) -> bool:
@@ -398,25 +405,34 @@ class Journal:
             self._gathering_since = self._loop.time()
         if not self._busy:
             self._busy = True
-            self._loop.call_later(self._pause, self._commit)
+            self._schedule()
         elif not self._backlogged and len(self._entries) + len(self._results) >= BACKLOG:
             self._backlogged = True
             self._on_backlog(True)
+
+    def _schedule(self) -> None:
+        if self._pause:
+            self._loop.call_later(self._pause, self._commit)
+        else:
+            self._commit()
 
     def _commit(self) -> None:
         entries, self._entries = self._entries, []
         results, self._results = self._results, []
         self._touched = False
-        self._pause = GATHERING if self._store.instant or len(entries) < MANY else GATHERING_FAR
+        self._pause = self._store.gathering if len(entries) >= MANY else min(self._store.gathering, GATHERING)
         self._committing_since, self._gathering_since = self._gathering_since, 0.0
         number = self._gathering
         self._gathering += 1
         advance = self._account.next_advance()
         outlay = Outlay(*self._account.so_far(), advance, self._account.learnt(), self._more and self._more())
         self._committing = [row for row, _ in results]
-        self._alarm = self._loop.call_later(OVERDUE, self._set_overdue, True)
-        write = partial(self._write, number, entries, results, outlay)
-        self._loop.run_in_executor(self._store.commits, write).add_done_callback(self._committed)
+        commit = self._make(partial(self._write, number, entries, results, outlay))
+        if commit.done():
+            self._committed(commit)
+        else:
+            self._alarm = self._loop.call_later(OVERDUE, self._set_overdue, True)
+            commit.add_done_callback(self._committed)
 
     def _write(
         self,
@@ -438,8 +454,7 @@ class Journal:
         for lease, result in results:
             error = "" if result.error is None else result.error.type
             _, own = steps.pop((lease.place, lease.token), (lease, []))
-            taken = result if self._encoded is None else self._encoded(result)
-            changes.append(RowChange(lease, tuple(own), taken, error, result.resumed))
+            changes.append(RowChange(lease, tuple(own), result, error, result.resumed))
         changes += [RowChange(lease, tuple(own)) for lease, own in steps.values()]
         return self._store.blocking.commit(self._worker, number, changes, outlay)
 
@@ -448,7 +463,8 @@ class Journal:
         error = asyncio.CancelledError() if commit.cancelled() else commit.exception()
         if self._alarm is not None:
             self._alarm.cancel()
-        self._set_overdue(False)
+            self._alarm = None
+            self._set_overdue(False)
         if error is None:
             self._durable = number
             self._account.advance_written()
@@ -460,7 +476,7 @@ class Journal:
         self._committing_since = 0.0
         self._busy = self._is_wanted
         if self._busy:
-            self._loop.call_later(self._pause, self._commit)
+            self._schedule()
         if self._backlogged and len(self._entries) < BACKLOG:
             self._backlogged = False
             self._on_backlog(False)

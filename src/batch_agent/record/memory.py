@@ -22,6 +22,7 @@ from pathlib import Path
 from threading import Condition, RLock
 from typing import TypeVar
 
+from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.messages import JsonObject
 from batch_agent.record.store import (
@@ -69,8 +70,8 @@ class _Shared:
 class MemoryStore:
     """``clock`` returns monotonic seconds, ``wall`` the time of day, by which a next process continues."""
 
-    instant, group = True, 1
-    writes = False
+    wait, group, window = 0.0, 1, 1024
+    gathering, writes, lasts = 0.0, False, False
     folder: Path | None = None
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time) -> None:
@@ -123,6 +124,11 @@ class MemoryStore:
 
     def blocks(self, call: str) -> bool:
         return call == "wait_calls"
+
+    def describe(
+        self, schema: OutputSchema[object] | None, row_schema: OutputSchema[object] | None, *, messages: bool
+    ) -> None:
+        """Do nothing: rows and results are objects."""
 
     # What a store with files does in addition
 
@@ -221,6 +227,14 @@ class MemoryStore:
             self._facts = dict(facts)
         self._write_facts(facts)
 
+    def announce(self) -> bool:
+        return False
+
+    def stop_announcing(self) -> None: ...
+
+    def carried(self, values: Sequence[object]) -> Sequence[object]:
+        return values
+
     def feed(self, session: int, rows: Sequence[Row]) -> list[object]:
         past = self._past(rows)
         with self._lock:
@@ -309,11 +323,6 @@ class MemoryStore:
             # Workers of an earlier opening must leave, so the number is unique over all openings.
             number = self._opening + self._generation
             return RunStanding(self._phase, number, self._session > 0, counts, self._observed)
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether a feeder has opened the run since this store was opened."""
-        return self._phase is not None
 
     def join(self, description: JsonObject) -> int:
         with self._lock:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +20,7 @@ from batch_agent.job import AgentError, AgentResult, BaseResult, Earlier, Timing
 from batch_agent.messages import Image, Message, Usage
 from batch_agent.outputs.validate import parse_output
 from batch_agent.record.codec import from_message, to_message
+from batch_agent.record.store import RowChange
 
 # A line that orjson wrote, and can read: what it cannot write exactly, the slow encoder writes with spaces.
 QUICK = re.compile(rb'\{"index":\d')
@@ -87,6 +89,25 @@ def encode_result(
             line = result_line(result)
     texts = [result.raw_text, [from_message(message) for message in result.messages] if messages else ()]
     return line + to_json([worker, result.resumed]) + b"\n" + to_json(texts)
+
+
+READY = bytes, type(None)  # results that need not be encoded
+
+
+class ResultEncoder:
+    """Makes JSON of the results in a commit. ``schema`` is that of the outputs."""
+
+    def __init__(self, schema: OutputSchema[object] | None = None, *, messages: bool = True) -> None:
+        self._schema, self._messages = schema, messages
+
+    def changes(self, changes: Sequence[RowChange], worker: int) -> list[RowChange]:
+        """Return the changes of a worker with JSON instead of results."""
+        return [each if isinstance(each.result, READY) else self._written(each, worker) for each in changes]
+
+    def _written(self, change: RowChange, worker: int) -> RowChange:
+        result = cast("AgentResult[object]", change.result)
+        written = encode_result(result, self._schema, worker=worker, messages=self._messages)
+        return replace(change, result=written)
 
 
 def encode_record(record: Mapping[str, object], worker: int) -> bytes:

@@ -29,21 +29,25 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
 
+from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import BatchAgentError, InputError, SpecError, StoreError
 from batch_agent.job import BaseResult, Job
 from batch_agent.messages import JsonObject
-from batch_agent.record.memory import MemoryStore
 from batch_agent.record.private import socket_folder
-from batch_agent.record.row_json import encode_row
+from batch_agent.record.row_json import ResultEncoder, encode_row
 from batch_agent.record.store import (
+    GATHERING_FAR,
     GROUP,
     NUMBERS,
+    WAIT,
+    WINDOW,
     Identity,
     KeptStep,
     Lease,
     Outlay,
     Row,
     RowChange,
+    RunStore,
     WorkStore,
 )
 from batch_agent.share.table import Claim, Learnt
@@ -125,7 +129,7 @@ class StoreDesk:
 
     def __init__(
         self,
-        store: MemoryStore,
+        store: RunStore,
         *,
         facts: Callable[[], JsonObject] = dict,
         on_join: Callable[[], None] = lambda: None,
@@ -147,7 +151,7 @@ class StoreDesk:
             raise StoreError(f"workers cannot call {method!r}")
         store = self._store.stage(stage) if stage else self._store
         if method == "facts":
-            facts = store.facts() if store.has_begun else None  # not those of a session before this one
+            facts = store.facts() if _has_begun(store) else None  # not those of a session before this one
             return facts if facts is None or stage else {**facts, **self._facts()}
         if method == "join":
             self._on_join()
@@ -156,6 +160,15 @@ class StoreDesk:
             fair = max(GROUP, store.unstarted // 8)  # more per call while many are left
             return [_sent(lease) for lease in store.take(worker, min(most, fair), wait)]
         return getattr(store, method)(*arguments)
+
+
+def _has_begun(store: RunStore) -> bool:
+    """Return whether a feeder has opened the run since the store was opened."""
+    try:
+        store.standing()
+    except StoreError:
+        return False
+    return True
 
 
 def _sent(lease: Lease) -> Lease:
@@ -300,7 +313,8 @@ class ServedStore:
     ``exchange`` sends a call and returns its answer. ``watch`` calls back when that process has ended, from another
     thread."""
 
-    instant, group, unstarted, writes, folder = False, 4 * GROUP, 0, True, None
+    wait, group, window, gathering = WAIT, 4 * GROUP, WINDOW, GATHERING_FAR
+    writes, lasts, unstarted, folder = True, False, 0, None
 
     def __init__(
         self,
@@ -310,6 +324,12 @@ class ServedStore:
         watch: Callable[[Callable[[], None]], None] = lambda ended: None,
     ) -> None:
         self._exchange, self._stage, self._close, self._watch = exchange, stage, close, watch
+        self._encoded = ResultEncoder()
+
+    def describe(
+        self, schema: OutputSchema[object] | None, row_schema: OutputSchema[object] | None, *, messages: bool
+    ) -> None:
+        self._encoded = ResultEncoder(schema, messages=messages)
 
     def _call(self, method: str, *arguments: object) -> Any:
         kind, value = self._exchange((self._stage, method, arguments))
@@ -355,7 +375,7 @@ class ServedStore:
         return self._call("renew", worker, [lease.bare() for lease in leases])
 
     def commit(self, worker: int, number: int, changes: Sequence[RowChange], outlay: Outlay | None = None) -> Any:
-        return self._call("commit", worker, number, changes, outlay)
+        return self._call("commit", worker, number, self._encoded.changes(changes, worker), outlay)
 
     def hand_back(self, worker: int, leases: Sequence[Lease]) -> None:
         self._call("hand_back", worker, [lease.bare() for lease in leases])

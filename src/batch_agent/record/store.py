@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal, ParamSpec, Protocol, TypeVar, cast
 
 from batch_agent.blocking import on_this_loop
+from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import BatchAgentError, StoreError
 from batch_agent.messages import JsonObject
 from batch_agent.share.table import Allotment, Claim, Learnt, Steering, Table
@@ -110,6 +111,10 @@ class Account:
 Phase = Literal["running", "draining", "ended"]
 NUMBERS = 32  # low bits of the number of an agent of another process; the high bits are the number of its worker
 GROUP = 16  # rows that a worker takes per call; the last ones of a run should not be with one worker
+WAIT, WINDOW = 1.0, 4096  # of a store whose queue is in another process
+# Seconds that a commit waits for more records: little beside a model call, a third of the commits. A commit to another
+# process wakes both, so it waits longer.
+GATHERING, GATHERING_FAR = 0.006, 0.024
 LEASE = 15.0  # seconds; the default of ``--lease``
 OBSERVED = "observed"  # fact of a session whose feeder has observers
 LARGEST_SHARED = 4 * 1024 * 1024  # bytes of the largest result of a call that is shared
@@ -310,15 +315,20 @@ class SharedCall:
 class WorkStore(Protocol):
     """The record of one run, as its workers use it.
 
-    ``instant``: the store is in this process, with its queue in memory. ``group``: rows that a worker takes per call.
-    ``unstarted``: rows in that queue that were not taken, or whose lease has ended; 0 if the queue is elsewhere.
-    ``writes``: commits are written, to files or to another process. ``folder``: the run directory, if this process has
-    it.
+    ``wait``: the most seconds for which a call of ``take`` or ``results`` waits. A store that does not wait answers at
+    once, and calls its listeners. ``group``: rows that a worker takes per call. ``window``: rows that the feeder keeps
+    in the queue for several workers. ``gathering``: seconds for which a large commit waits for more records; with 0,
+    each result is a commit. ``writes``: commits are written, to files or to another process; else steps are not kept.
+    ``lasts``: another process can feed the run after this one. ``unstarted``: rows in the queue that were not taken, or
+    whose lease has ended, as far as this process knows. ``folder``: the run directory, if this process has it.
     """
 
-    instant: bool
+    wait: float
     group: int
+    window: int
+    gathering: float
     writes: bool
+    lasts: bool
 
     @property
     def unstarted(self) -> int: ...
@@ -328,6 +338,13 @@ class WorkStore(Protocol):
 
     def blocks(self, call: str) -> bool:
         """Return whether this call may block now: it reads or writes files, or another process answers it."""
+        ...
+
+    def describe(
+        self, schema: OutputSchema[object] | None, row_schema: OutputSchema[object] | None, *, messages: bool
+    ) -> None:
+        """Say what the results and the rows of the run are, for a store that writes them: the schema of the outputs,
+        that of rows which are outputs of another stage, and whether transcripts are kept."""
         ...
 
     def facts(self) -> JsonObject | None:
@@ -341,8 +358,8 @@ class WorkStore(Protocol):
     def close(self) -> None: ...
 
     def listen(self, changed: Callable[[], None], *, results: bool = False) -> None:
-        """Call ``changed`` when rows, results or workers come; with ``results``, not when only the inputs end. Only an
-        ``instant`` store does. One that is served calls it when its process has ended. It may be called from any
+        """Call ``changed`` when rows, results or workers come; with ``results``, not when only the inputs end. A store
+        that waits does nothing, or calls it when the process of the record has ended. It may be called from any
         thread."""
         ...
 
@@ -479,10 +496,23 @@ class RunStore(WorkStore, Protocol):
 
     def write_facts(self, session: int, facts: JsonObject) -> None: ...
 
+    def announce(self) -> bool:
+        """Tell readers for a while that this process is about to feed the run. Returns False if it feeds it, or if they
+        see it anyway."""
+        ...
+
+    def stop_announcing(self) -> None: ...
+
+    def carried(self, values: Sequence[object]) -> Sequence[object]:
+        """Return these inputs as workers get them: as they are, or as they come back from JSON. An UnreadableRow
+        replaces one that cannot be sent."""
+        ...
+
     def feed(self, session: int, rows: Sequence[Row]) -> list[object]:
         """Add rows to the queue. Returns, for each row, its result from an earlier session if the store keeps results;
         None if it was queued. A failed row is queued again if it is to be retried. A row that ended and whose result is
-        not kept is queued with its steps: a worker computes the result again."""
+        not kept is queued with its steps: a worker computes the result again. A row whose ``job`` is its failure may be
+        returned as that, instead of being queued."""
         ...
 
     def end_inputs(self, session: int) -> None:
@@ -523,28 +553,39 @@ class RunStore(WorkStore, Protocol):
 THREADS = {"worker": 2, "feeder": 5, "shares": 8}  # most concurrent calls that block, by who makes them
 
 
+def at_once(call: Callable[[], T]) -> asyncio.Future[T]:
+    """Return the answer to a call that does not block, or its error."""
+    answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+    try:
+        answer.set_result(call())
+    except BatchAgentError as error:
+        answer.set_exception(error)
+    return answer
+
+
 class Store:
     """The record of a run as the run uses it: each call returns a future, and none blocks the event loop. The threads
     of calls that block belong to the store; the answers of other calls are there at once. A call that has begun is made
     to its end, even if its future is cancelled. ``blocking`` is the store whose calls these are, ``fed`` the same
-    in the process that feeds the run. ``commits`` is the thread in which commits are made, one at a time."""
+    in the process that feeds the run. ``commits`` is the thread in which commits that block are made, in their
+    order."""
 
     def __init__(self, blocking: WorkStore) -> None:
-        self.blocking, self.instant, self.group = blocking, blocking.instant, blocking.group
-        self.fed = cast(RunStore, blocking)
+        self.blocking, self.fed = blocking, cast(RunStore, blocking)
+        self.wait, self.group, self.gathering, self.writes = (
+            blocking.wait,
+            blocking.group,
+            blocking.gathering,
+            blocking.writes,
+        )
         self.commits = ThreadPoolExecutor(1, thread_name_prefix="batch-agent-commits")
         self._threads = {who: ThreadPoolExecutor(most, f"batch-agent-{who}") for who, most in THREADS.items()}
 
     def _call(self, who: str, function: Callable[P, T], *given: P.args, **named: P.kwargs) -> asyncio.Future[T]:
-        loop = asyncio.get_running_loop()
+        call = partial(function, *given, **named)
         if self.blocking.blocks(getattr(function, "__name__", "")):
-            return loop.run_in_executor(self._threads[who], partial(function, *given, **named))
-        answer: asyncio.Future[T] = loop.create_future()
-        try:
-            answer.set_result(function(*given, **named))
-        except BatchAgentError as error:
-            answer.set_exception(error)
-        return answer
+            return asyncio.get_running_loop().run_in_executor(self._threads[who], call)
+        return at_once(call)
 
     def stage(self, name: str) -> Store:
         return Store(self.blocking.stage(name))
@@ -638,6 +679,12 @@ class Store:
         self, facts: JsonObject, resuming: Resuming, *, keep_results_only: bool = False
     ) -> asyncio.Future[FeederSession]:
         return self._call("feeder", self.fed.open_feed, facts, resuming, keep_results_only=keep_results_only)
+
+    def announce(self) -> asyncio.Future[bool]:
+        return self._call("feeder", self.fed.announce)
+
+    def stop_announcing(self) -> asyncio.Future[None]:
+        return self._call("feeder", self.fed.stop_announcing)
 
     def keep_feed(self, session: int) -> asyncio.Future[RunStanding]:
         return self._call("feeder", self.fed.keep_feed, session)

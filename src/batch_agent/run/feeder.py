@@ -21,16 +21,16 @@ from pydantic import JsonValue
 from batch_agent.compiler.plan import Plan
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.cancellation import wait_event
-from batch_agent.errors import JobError, StoreError
+from batch_agent.errors import StoreError
 from batch_agent.events import Event, JobStarted
 from batch_agent.files.gold import GOLD_FACT, IN_KEYS, SEEN, WholeRows, in_keys, was_seen
-from batch_agent.job import AgentError, AgentResult, Failure, Job, Placed, UnreadableRow
+from batch_agent.job import AgentResult, Job, Placed
 from batch_agent.messages import JsonObject
 from batch_agent.observe.event_lines import read_events
 from batch_agent.observe.metrics import Emit
 from batch_agent.record.journal import to_its_end
 from batch_agent.record.keys import Keys
-from batch_agent.record.row_json import decode_result, decode_row, encode_row
+from batch_agent.record.row_json import decode_result
 from batch_agent.record.store import (
     OBSERVED,
     FeederSession,
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("batch_agent")
 
-WINDOW, WINDOW_HERE = 4096, 1024  # most unstarted rows in the queue of several workers; if it is in this process
 AT_ONCE = 256  # rows fed, results read, or records looked up per call
 AHEAD = 16  # rows of a list or a file that are compiled at once
 IDLE = 0.1  # seconds between two checks of a full queue
@@ -77,12 +76,11 @@ class Feeder:
         delivery: Delivery[object],
         traces: Traces | None,
         originals: Sequence[object] | dict[int, object] | None,
-        row_schema: OutputSchema[object] | None,
     ) -> None:
         self.store, self._rows, self._plan = store, rows, plan
         self._ids = UniqueIds()
         self._run, self._emit, self._clock = run, emit, clock
-        self._delivery, self._traces, self._originals, self._row_schema = delivery, traces, originals, row_schema
+        self._delivery, self._traces, self._originals = delivery, traces, originals
         self._schema: OutputSchema[object] | None = None
         self.facts: JsonObject = {}
         self.keys = Keys(b"")
@@ -100,9 +98,8 @@ class Feeder:
         self.failure: Exception | None = None  # the error that reading the inputs raised
         self.fed = False  # every input was read and fed
         self.read = 0  # inputs that were read
-        self._queued = 0  # rows in the queue of a store outside this process, as it said last
         self._session: FeederSession | None = None
-        self._had_past, self._identifies = False, True
+        self._had_past = False
         self._reads_documents = False
         self._reading = asyncio.Lock()
         self._moved = asyncio.Event()  # set when a result arrives
@@ -152,7 +149,6 @@ class Feeder:
         self._session = await store.open_feed(self.facts, resuming, keep_results_only=only_results)
         self._position = self._session.position
         self._had_past = bool(self._session.previous)
-        self._identifies = store.blocking.writes  # rows without a record need no identity
         store.listen(self._news.set, results=True)
 
     def _keep_keys(self, previous: JsonObject) -> None:
@@ -287,8 +283,7 @@ class Feeder:
     @property
     def made(self) -> int:
         """Number of rows that the stage before has made and that no worker has taken."""
-        queued = self.store.blocking.unstarted if self.store.instant else self._queued
-        return queued + (self._rows.waiting or 0)
+        return self.store.blocking.unstarted + (self._rows.waiting or 0)
 
     async def refill(self) -> bool:
         """Read inputs and feed them, for the only worker. Returns False if there are none, or if no more are fed. Also
@@ -327,7 +322,7 @@ class Feeder:
             await self._end_inputs()
             return False
         first, self.read = self.read, self.read + len(values)
-        await (self._feed_here(first, values) if self.store.instant else self._send(first, values))
+        await self._feed(first, values)
         return True
 
     async def _end_inputs(self) -> None:
@@ -336,70 +331,49 @@ class Feeder:
         if self.outstanding <= 0:  # else a result sets it
             self._news.set()
 
-    async def _feed_here(self, first: int, values: Sequence[object]) -> None:
-        """Feed rows to a store in this process: their objects, and the jobs made of them."""
-        plan, bare_values = self._plan, [unplaced(value) for value in values]
-        for bare in bare_values if self._rows.channel is None else ():
-            plan.check_first(bare)
-        if not self._reads_documents and plan.reads(bare_values[0]):
-            self._reads_documents = True
-        new = []
-        for job, bare in zip(await compile_all(plan, first, values), bare_values, strict=True):
-            if isinstance(job, Job):
-                job = self._named(job)
-            if isinstance(job, Job) and self._identifies:
-                identity = self._identity(job, bare)
-                new.append(Row(job.index, identity.key, identity.row, bare, job))
-            else:
-                new.append(Row(job.index, b"", b"", bare, job))
-        self.outstanding += len(new)
-        await self.store.feed(self.session, new)
-
-    async def _send(self, first: int, values: Sequence[object]) -> None:
-        """Feed rows to a store outside this process, as JSON."""
-        new: list[tuple[Row, str]] = []
-        for place, value in enumerate(values):
-            index, name = first + place, None
-            if isinstance(value, Placed):
-                index, name, value = value.index, value.name, value.value
-            if isinstance(self._originals, dict):
-                self._originals[index] = value
-            try:
-                new.append(self._encoded(index, value, name))
-            except JobError as error:
-                shown = None if isinstance(value, UnreadableRow) else value
-                name = str(index) if name is None else name
-                self._emit(JobStarted(self._clock(), self._run, index, name))
-                self.outstanding += 1
-                self._finish(self._with_input(Failure(index, name, shown, False, None, AgentError.of(error))))
-        answers = await self.store.feed(self.session, [row for row, _ in new])
-        self.outstanding += len(answers)
-        self._news.set()
-        for (row, job_id), answer in zip(new, answers, strict=True):
+    async def _feed(self, first: int, values: Sequence[object]) -> None:
+        """Feed rows: their values, and the jobs made of them."""
+        plan, given = self._plan, [unplaced(value) for value in values]
+        carried = self.store.fed.carried(given)
+        if carried is not given:
+            values = self._replaced(first, values, carried)
+        for value in carried if self._rows.channel is None else ():
+            plan.check_first(value)
+        self._reads_documents = self._reads_documents or plan.reads(carried[0])
+        jobs = [self._named(job) for job in await compile_all(plan, first, values)]
+        rows = [self._row(*each) for each in zip(jobs, given, carried, strict=True)]
+        self.outstanding += len(rows)
+        for row, job, answer in zip(rows, jobs, await self.store.feed(self.session, rows), strict=True):
             if answer is not None:
-                self._emit(JobStarted(self._clock(), self._run, row.index, job_id))
-                value = self._original(row.index)
-                result, _ = decode_result(answer, row.index, self._schema, resumed=True, value=value)  # type: ignore[arg-type]
-                self._finish(replace(result, job_id=job_id))  # it may have another id now
+                self._finish(self._answered(row.index, job.job_id, answer))
+        self._news.set()
 
-    def _encoded(self, index: int, value: object, name: str | None) -> tuple[Row, str]:
-        """Return the row as it is fed, and its id. Raises JobError if it cannot be a job."""
-        if isinstance(value, UnreadableRow):
-            self._plan.job(index, value)
-        data, given = encode_row(value, name), value
-        value, _ = decode_row(data, self._row_schema)
-        if self._rows.channel is None:
-            self._plan.check_first(value)
-        compiled = self._plan.job(index, value, name)
-        job = self._named(compiled)
-        if job is not compiled:
-            data = encode_row(value, job.job_id)
-        identity = self._identity(job, given)
-        return Row(index, identity.key, identity.row, data), job.job_id
+    def _replaced(self, first: int, values: Sequence[object], carried: Sequence[object]) -> Sequence[object]:
+        """Return the inputs as workers get them, with their indexes and names."""
+        placed = [each if isinstance(each, Placed) else Placed(first + n, each) for n, each in enumerate(values)]
+        if isinstance(self._originals, dict):
+            self._originals |= {each.index: each.value for each in placed}
+        return [replace(each, value=value) for each, value in zip(placed, carried, strict=True)]
 
-    def _named(self, job: Job) -> Job:
+    def _row(self, job: Job | AgentResult[object], own: object, value: object) -> Row:
+        if not isinstance(job, Job):
+            return Row(job.index, b"", b"", value, replace(job, input=own))
+        identity = self._identity(job, own)
+        return Row(job.index, identity.key, identity.row, value, job)
+
+    def _answered(self, index: int, name: str, answer: object) -> AgentResult[object]:
+        """Return the result that the store has for a row that is fed: of an earlier session, or its failure."""
+        self._emit(JobStarted(self._clock(), self._run, index, name))
+        value = self._original(index)
+        if not isinstance(answer, bytes):
+            result = cast("AgentResult[object]", answer)
+            return result if value is None else replace(result, input=value)
+        result, _ = decode_result(answer, index, self._schema, resumed=True, value=value)
+        return replace(result, job_id=name)  # it may have another id now
+
+    def _named(self, job: Job | AgentResult[object]) -> Job | AgentResult[object]:
         """Return the job with its own id made unique. Rows of an earlier stage have unique names already."""
-        if job.own_id is None or self._rows.channel is not None:
+        if not isinstance(job, Job) or job.own_id is None or self._rows.channel is not None:
             return job
         name = self._ids.unique(job.job_id)
         return job if name == job.job_id else replace(job, job_id=name)
@@ -419,13 +393,11 @@ class Feeder:
         return False
 
     async def standing(self) -> RunStanding:
-        standing = await self.store.keep_feed(self.session)
-        self._queued = standing.counts.unstarted
-        return standing
+        return await self.store.keep_feed(self.session)
 
     def work_ahead(self) -> None:
         """Keep a window of rows in the queue from now on: other processes take some."""
-        self.ahead = WINDOW_HERE if self.store.instant else WINDOW
+        self.ahead = self.store.blocking.window
 
     async def share(
         self, lease: float, facts: Callable[[], JsonObject], *, has_rows: bool
@@ -544,23 +516,23 @@ class Feeder:
 
     async def deliver(self, wait: float) -> None:
         """Deliver results until every fed row has one. After ``stop``: until no row is leased."""
+        wait = min(wait, self.store.wait)
         while not (self.fed and self.outstanding <= 0):
             await self._held.wait()
             found = await self._deliver_next(wait)
             self._moved.set()
             if not found and self._draining and not (await self.standing()).counts.leased:
                 return
-            if not found and self.store.instant:
+            if not found and not wait:
                 await self._news.wait()
             elif not found and not (self.outstanding or self.fed or self._stopping.is_set()):
                 self._news.clear()
                 await self._news.wait()
 
     async def _deliver_next(self, wait: float) -> int:
-        """Deliver the results that are there. A store outside this process waits for the first."""
-        if self.store.instant:
+        """Deliver the results that are there, and wait for the first."""
+        if not wait:
             self._news.clear()
-            wait = 0.0
         found = await self.store.results(self.session, self._position, AT_ONCE, wait)
         if found:
             await self.pass_events()  # those of a row are recorded with its result, or before it
@@ -580,14 +552,14 @@ class Feeder:
     def _read_result(self, each: SharedResult) -> tuple[AgentResult[object], int]:
         """Return a result, and the number of its worker."""
         if isinstance(each.result, bytes):
-            value = each.value if self.store.instant else self._original(each.index)
+            value = self._original(each.index) if each.value is None else each.value
             return decode_result(each.result, each.index, self._schema, resumed=False, value=value)
         return cast("AgentResult[object]", each.result), each.worker
 
     def deliver_recorded(self, *, callback: bool = True) -> None:
-        """Deliver what is recorded in a store in this process, at the end of a run."""
+        """Deliver what is recorded in a store that does not wait, at the end of a run."""
         store, session = self.store, self.session
-        while store.instant and (found := store.results(session, self._position, AT_ONCE, 0.0).result()):
+        while not store.wait and (found := store.results(session, self._position, AT_ONCE, 0.0).result()):
             self._deliver(found, callback=callback)
 
     def finish_unrecorded(self, result: AgentResult[object], deliver: Callable[[AgentResult[object]], None]) -> None:
@@ -624,7 +596,7 @@ class Feeder:
     def _original(self, index: int) -> object:
         """Return the input of a row as the user gave it, once; None if the row's result has it."""
         originals = self._originals
-        if self.store.instant or originals is None:
+        if originals is None:
             return None
         return originals.pop(index, None) if isinstance(originals, dict) else originals[index]
 

@@ -30,7 +30,7 @@ from batch_agent.record.reader import look
 from batch_agent.record.redis.reading import run_names
 from batch_agent.record.redis.store import RedisRunStore
 from batch_agent.record.rundir import stage_names
-from batch_agent.record.served import FeederGone, ServedStore, open_served
+from batch_agent.record.served import FeederGone, open_served
 from batch_agent.record.store import LEASE, WorkStore
 from batch_agent.run.leases import Over
 from batch_agent.run.recording import in_thread, versions
@@ -158,13 +158,12 @@ class JoinedWorker:
         """Wait for a run that has rows to take, and return its facts, or the reason why there is nothing to do."""
         clock, said, found = asyncio.get_running_loop().time, "", None
         deadline = clock() + self._wait
-        is_served = isinstance(self._store, ServedStore)  # its process ends with the run: no new feeder can come
         while not self._leaving.is_set():
             what, facts = "there is no run", await in_thread(self._store.facts)
             if facts is not None and facts.get("state") == "complete":
                 found = found or facts
                 # Other facts: it was resumed meanwhile, and is complete again.
-                if is_served or not _has_failed_rows(facts) or facts != found or clock() >= deadline:
+                if not self._store.lasts or not _has_failed_rows(facts) or facts != found or clock() >= deadline:
                     return "done"
                 what = "the run is complete with failed rows, and no process has resumed it to retry them"
             elif facts is not None:
@@ -176,7 +175,7 @@ class JoinedWorker:
                     return "the run is draining"
                 what = "the run has no feeder"
                 if standing.phase == "ended":
-                    if is_served:
+                    if not self._store.lasts:  # no new feeder can come
                         return "the run has ended"
                     what = f"the run has ended ({facts.get('state')}), and no process has resumed it"
             if clock() >= deadline:

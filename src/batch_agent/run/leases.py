@@ -105,30 +105,27 @@ class Leases:
         self._renewing: asyncio.Task[None] | None = None
         self._lonely_since: float | None = None  # when the worker first found no feeder
         self._fed = False  # every input was fed
-        self._wait = min(0.25, lease / (2 * RENEWALS))  # seconds that a call waits for rows
+        self._wait = min(store.wait, 0.25, lease / (2 * RENEWALS))  # seconds that a call waits for rows
         self._changed, self._leaving = asyncio.Event(), asyncio.Event()
-        self._news = asyncio.Event()  # an instant store has changed
+        self._news = asyncio.Event()  # a store that does not wait has changed
         self._closed = False
 
-    def begin(self) -> None:
-        """Start to renew the leases."""
-        self.on_need()
-        if not self.store.instant:
-            self.store.listen(self._changed.set)
-            self._renewing = asyncio.get_running_loop().create_task(self._renew(), name="batch-agent leases")
+    def share(self) -> None:
+        """Other processes work on the run too: renew the leases from now on. Rows may come back from them."""
+        self.store.listen(self._changed.set if self.store.wait else self._news.set)
+        self._renewing = asyncio.get_running_loop().create_task(self._renew(), name="batch-agent leases")
 
     async def next(self) -> list[Lease]:
         """Return the next rows, for which it may wait; none if no more rows are taken."""
-        most = self.store.group
-        if not self._ready and not self.over and self.store.blocking.unstarted:
-            self._ready.extend(await self._take(most))
+        if not self._ready and not (self.over or self.store.wait):  # the answer is there at once
+            self._ready.extend(await self._take())
         if not self._ready:
             self.on_wait(True)
             try:
                 await self._wait_for_row()
             finally:
                 self.on_wait(False)
-        return [self._hold(self._ready.popleft()) for _ in range(min(most, len(self._ready)))]
+        return [self._hold(self._ready.popleft()) for _ in range(min(self.store.group, len(self._ready)))]
 
     async def _wait_for_row(self) -> None:
         """Wait until a row is there to be taken, or no more rows are taken."""
@@ -136,7 +133,7 @@ class Leases:
         if (source := self._supplier) is not None and not self.over:
             await source.refill()
         while not self.over:
-            if rows := await self._take(self.store.group):
+            if rows := await self._take():
                 self._lonely_since = None
                 self._ready.extend(rows)
                 if waited:
@@ -161,29 +158,26 @@ class Leases:
 
     async def _wait_for_rows(self) -> bool:
         """Wait until a call may find rows. Returns False if there will be none."""
-        if self.store.instant:
-            if (source := self._supplier) is not None and not source.fed and await source.refill():
-                return True
-            if (source := self._supplier) is not None:  # also after that
-                self.leave("done" if source.fed else "asked to leave")
-                return False
-            self._judge(await self.store.standing())
-            if not self.over:
-                self._news.clear()
-                await self._news.wait()
-            return not self.over
+        if (source := self._supplier) is not None and not source.fed and await source.refill():
+            return True
+        if (source := self._supplier) is not None:  # also after that
+            self.leave("done" if source.fed else "asked to leave")
+            return False
         standing = await self.store.standing()
         self._judge(standing)
         self._fed = standing.counts.fed
-        if self._fed and not self.over:  # only rows of dead workers can arrive now
+        if self.over:
+            return False
+        if not self.store.wait:
+            self._news.clear()
+            await self._news.wait()
+        elif self._fed:  # only rows of dead workers can arrive now
             await wait_event(self._leaving, self._wait)
         return not self.over
 
-    async def _take(self, most: int) -> list[Lease]:
+    async def _take(self) -> list[Lease]:
         """Return the next rows. If this is cancelled, the next call or ``close`` takes the result of the running
         call."""
-        if self.store.instant:
-            return await self.store.take(self.worker, most, 0.0)
         if self._taking is None:
             self._taking = self.store.take(self.worker, self.store.group, 0.0 if self._fed else self._wait)
         rows = await asyncio.shield(self._taking)
@@ -203,11 +197,6 @@ class Leases:
         for place, steps in zip(missing, await self.store.claim(held, wanted), strict=True):
             found[place] = past_of(held, identities[place], steps)
         return found
-
-    def share(self) -> None:
-        """Other processes work on the run too: rows may come back from them."""
-        if self.store.instant:
-            self.store.listen(self._news.set)
 
     def leave(self, why: Over = "asked to leave") -> None:
         """Take no more rows, and hand back rows that were not started."""

@@ -21,7 +21,7 @@ from batch_agent.dispatch.row_channel import RowChannel
 from batch_agent.errors import InputError, RunRejected, RunUnreachable, SpecError, StoreError
 from batch_agent.events import SENT, Ended, Event, TypedSink
 from batch_agent.files.gold import GOLD_FACT
-from batch_agent.job import AgentResult, UnreadableRow
+from batch_agent.job import UnreadableRow
 from batch_agent.messages import JsonObject
 from batch_agent.observe.event_lines import event_json
 from batch_agent.observe.metrics import Emit, Metrics
@@ -31,7 +31,7 @@ from batch_agent.record.directory import DirectoryStore
 from batch_agent.record.journal import Journal, to_its_end
 from batch_agent.record.memory import MemoryStore
 from batch_agent.record.redis.store import ANNOUNCED, RedisRunStore
-from batch_agent.record.row_json import encode_result, encode_row
+from batch_agent.record.row_json import encode_row
 from batch_agent.record.rundir import OPTIONS, REVIEWED, SCHEMA, State
 from batch_agent.record.store import OBSERVED, Account, Increment, Resuming, RunStore, Store
 from batch_agent.run.cascade import cascade_facts, with_recorded_models
@@ -101,13 +101,13 @@ async def open_to_feed(
 @asynccontextmanager
 async def announced(record: Store | None) -> AsyncIterator[None]:
     """Tell readers of a run in Redis that it is starting, until it is fed. A directory is locked for that."""
-    if record is None or not isinstance(store := record.blocking, RedisRunStore):
+    if record is None or not record.wait:
         yield
         return
 
     async def announce() -> None:
         with suppress(StoreError):  # the run itself reports it
-            while await in_thread(store.announce):  # noqa: ASYNC110  Redis forgets it otherwise
+            while await record.announce():  # noqa: ASYNC110  it is forgotten otherwise
                 await asyncio.sleep(ANNOUNCED / 3)
 
     announcing = asyncio.get_running_loop().create_task(announce())
@@ -117,7 +117,7 @@ async def announced(record: Store | None) -> AsyncIterator[None]:
         announcing.cancel()
         await outlast(announcing)
         with suppress(StoreError):
-            await in_thread(store.stop_announcing)
+            await record.stop_announcing()
 
 
 async def refuse_changes(compared: Callable[[], Changes], on_change: OnChange) -> None:
@@ -341,7 +341,6 @@ class WorkSince(TypedSink):
 def open_journal(
     store: Store,
     number: int,
-    prepared: Prepared,
     account: Account,
     work: WorkSince,
     leases: Leases | None,
@@ -352,10 +351,8 @@ def open_journal(
     journal = Journal(
         store,
         number,
-        in_memory=not store.blocking.writes,
         account=account,
-        more=None if store.instant else work.increment,
-        encoded=encoder(store, prepared, number),
+        more=work.increment if store.wait else None,
         on_committed=(lambda lost, ended: None) if leases is None else leases.committed,
         on_backlog=on_backlog,
         on_overdue=on_overdue,
@@ -363,14 +360,6 @@ def open_journal(
     )
     work.commit_soon = journal.touch
     return journal
-
-
-def encoder(store: Store, prepared: Prepared, worker: int) -> Callable[[AgentResult[object]], bytes] | None:
-    """Return the function that makes JSON of a result, for a store outside this process."""
-    if store.instant:
-        return None
-    messages = prepared.spec.keep != "results"
-    return lambda result: encode_result(result, prepared.schema, worker=worker, messages=messages)
 
 
 def given_up(ended: Ended, why: str, *, has_results: bool) -> BaseException | None:

@@ -42,7 +42,6 @@ from batch_agent.observe.status import LabelledEndpoint, health_of, sample_line,
 from batch_agent.observe.summary import summary_json
 from batch_agent.option import check_positive
 from batch_agent.record.address import directory_of
-from batch_agent.record.directory import DirectoryStore
 from batch_agent.record.journal import Journal, to_its_end
 from batch_agent.record.keys import Keys
 from batch_agent.record.promise import PromiseStanding
@@ -487,12 +486,12 @@ class Run(Generic[T]):
             # Only what is recorded is delivered, for which no worker is needed.
             self._crew, self._works, self._is_shared = None, self._inside is None, False
             self._feed.reading = not self._works
-            if self._rows.channel is not None and store.instant:
+            if self._rows.channel is not None and not store.wait:
                 self._feed.take_from(self._rows.channel)
-        self._is_shared = self._is_shared or not store.instant or shared.lender is not None
+        self._is_shared = self._is_shared or store.wait > 0 or shared.lender is not None
         number = await self._begin_record(prepared)
         if self._outer is None:
-            how = (None if store.instant else str(prepared.spec.run_dir), self._facts_for_workers, self.begin_sharing)
+            how = (str(prepared.spec.run_dir) if store.wait else None, self._facts_for_workers, self.begin_sharing)
             self.serving = Serving(store, *how, is_shared=self._is_shared)
         shared.keep_limits(prepared.spec, self.id, self._feeder)
         async with AsyncExitStack() as extent:
@@ -568,7 +567,7 @@ class Run(Generic[T]):
                 worker.on_unfinished = self._row_unfinished
                 if self._leaving or self.shared.dispatcher.scheduler.closed:  # asked to, or the budget was used up
                     self._leases.leave()
-                self._leases.begin()
+                self._leases.on_need()
                 async with asyncio.TaskGroup() as agents:
                     task = agents.create_task(worker.work(agents))
                     if self._reader is None or self._reader.done():
@@ -600,11 +599,11 @@ class Run(Generic[T]):
         if self._outer is None:
             self.shared.store = self._record
         fingerprint = fingerprint_of(prepared, self._function)
-        if isinstance(store.blocking, DirectoryStore):
-            store.blocking.schema = prepared.schema
+        row_schema = None if self._row_schema is None else OutputSchema.of(self._row_schema)
+        store.blocking.describe(prepared.schema, row_schema, messages=prepared.spec.keep != "results")
         if self._record is not None:
             await self._begin_feed(prepared, self._record, fingerprint)
-        if self._feeds and not self._works and not store.instant and self._inside is None:
+        if self._feeds and not self._works and store.blocking.folder is None and self._inside is None:
             return 0  # it neither works nor has files
         number = await store.join({"host": platform.node(), "process": os.getpid(), "feeder": self._feeds})
         spending, outer = self.shared.spending, self._outer
@@ -624,7 +623,7 @@ class Run(Generic[T]):
             leases.on_away = partial(self.shared.set_overdue, f"{self.id} leases")
             leases.on_observed = work.send_events
         late = partial(self._backlog, "journal"), partial(self.shared.set_overdue, self.id)
-        self._journal = recording.open_journal(store, number, prepared, account, work, self._leases, *late)
+        self._journal = recording.open_journal(store, number, account, work, self._leases, *late)
         if self._feeder is not None:
             self._feeder.worker = number
         if self._outer is None:
@@ -644,8 +643,7 @@ class Run(Generic[T]):
             clock=self.shared.clock,
             delivery=self._delivery,
             traces=self.shared.observers.traces,
-            originals=None if store.instant else recording.originals_of(spec.inputs),
-            row_schema=None if self._row_schema is None else OutputSchema.of(self._row_schema),
+            originals=recording.originals_of(spec.inputs),
         )
         feeder.is_outermost, feeder.paced, feeder.pilot = self._outer is None, self.shared.paced, self.pilot_rows
         feeder.scoring = self.scoring if self._inside is None else None
@@ -656,7 +654,7 @@ class Run(Generic[T]):
             feeder.work_ahead()
             facts |= self._facts_for_workers()
         if self._crew is None and self._outer is None:
-            feeder.joining = recording.say_joining(spec, facts, alone=store.instant)
+            feeder.joining = recording.say_joining(spec, facts, alone=not self._is_shared)
         how = recording.resuming_of(prepared, self.on_change, (self._outer or self.shared).changes, self._stage)
         await feeder.begin(facts, how, Keys(rows_under(prepared, self._function)), prepared.schema, spec.keep)
         if self.scoring is not None:

@@ -11,7 +11,6 @@ from typing import cast
 from batch_agent.blocking import on_this_loop
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
-from batch_agent.record.memory import MemoryStore
 from batch_agent.record.served import StoreDesk, StoreServer
 from batch_agent.record.store import Store
 from batch_agent.run.trust import fingerprint_of_things
@@ -33,7 +32,7 @@ class Serving:
         *,
         is_shared: bool,
     ) -> None:
-        self._store, self.url, self._facts = store.blocking, url, facts
+        self._store, self.url, self._facts = store.fed, url, facts
         self._share, self._is_shared = share, is_shared
         self._loop = asyncio.get_running_loop()
         self._desk: StoreDesk | None = None
@@ -51,11 +50,10 @@ class Serving:
     def desk(self) -> StoreDesk:
         """What answers the calls of workers. Raises SpecError if other processes cannot work on the run."""
         if self._desk is None:
-            store = self._store
-            if not isinstance(store, MemoryStore):
+            if self.url is not None:
                 raise SpecError("the record of this run is not in this process: workers reach it at its URL")
             facts = self._facts()
-            self._desk = StoreDesk(store, facts=lambda: facts, on_join=self._joined)
+            self._desk = StoreDesk(self._store, facts=lambda: facts, on_join=self._joined)
         return self._desk
 
     def _joined(self) -> None:

@@ -63,7 +63,7 @@ class Shares:
                         lender = await self._open_lender()
                         spending.start(commit=lender.soon, shared=True)
                         await self._at_work(lender)
-                    elif before is None or journal is None or journal.in_memory:
+                    elif before is None or journal is None or not self._store.writes:
                         spending.start()
                     else:
                         spending.start(Amount(before.tokens, before.cost or 0.0), before.learnt, journal.touch)

@@ -45,11 +45,10 @@ class Worker:
     """``asks_first``: the worker function begins with a model request, so its slot can be requested before it runs.
     ``keys`` and ``part_keys`` make the identities of rows, and of the parts of rows that do not fit. ``row_schema`` is
     that of the rows, if they are outputs of another stage. ``left`` returns the number of rows that were not started;
-    None if it is unknown. ``tells``: the feeder is in another process, so this worker reports the ends of its rows.
-    ``begun`` are the unfinished rows whose JobStarted the sinks have got, also from other processes. ``retry_from`` is
-    the option. ``voting`` is how the samples of each row vote, if there are several. ``ladder`` has the entries of a
-    cascade. ``on_unfinished`` is called with the result of a row that was interrupted: it is not recorded, so that a
-    resumed run works on the row."""
+    None if it is unknown. ``begun`` are the unfinished rows whose JobStarted the sinks have got, also from other
+    processes. ``retry_from`` is the option. ``voting`` is how the samples of each row vote, if there are several.
+    ``ladder`` has the entries of a cascade. ``on_unfinished`` is called with the result of a row that was interrupted:
+    it is not recorded, so that a resumed run works on the row."""
 
     def __init__(
         self,
@@ -65,7 +64,6 @@ class Worker:
         part_keys: Keys,
         begun: set[int],
         left: Callable[[], int | None] = lambda: None,
-        tells: bool = True,
         retry_from: str = "auto",
         voting: Voting | None = None,
         ladder: Ladder | None = None,
@@ -74,12 +72,14 @@ class Worker:
         self._leases, self._journal, self._plan, self._r, self._feed = leases, journal, plan, resources, feed
         self._function, self._asks_first = function, asks_first
         self._first, self._ladder = EntryDesk(resources, function, asks_first, voting), ladder
-        self._keys, self._part_keys, self._left, self._tells = keys, part_keys, left, tells
+        self._keys, self._part_keys, self._left = keys, part_keys, left
         self._begun, self._retry_from, self._voting = begun, retry_from, voting
         self.row_schema: OutputSchema[object] | None = None
         self.on_unfinished: Callable[[AgentResult[object]], None] = lambda result: None
+        # Called with results before they are recorded, and with those of rows that other workers have now.
+        self._on_result: Callable[[AgentResult[object]], None] = lambda result: None
+        self._on_dropped: Callable[[AgentResult[object]], None] = self._let_go
         self._lead = resources.lead  # until the first agent with a request has started
-        self._nowhere = Trail()  # the trail of all agents of a run without files
         self._following = asyncio.Semaphore(FOLLOWING)
         self._again: set[int] = set()  # rows that were stopped to start again
         spending = resources.dispatcher.spending
@@ -171,10 +171,7 @@ class Worker:
             for task in agent.tasks:
                 task.cancel()
             agent.fail(Interrupted("another process works on this row now"))
-            if self._tells:
-                self._tell(agent.result())
-            else:
-                self._r.emit.row_left(self._r.clock(), self._r.run, index)
+            self._on_dropped(agent.result())
 
     # Control
 
@@ -213,8 +210,6 @@ class Worker:
     # Rows
 
     def _trail(self, lease: Lease, job: Job) -> Trail:
-        if self._journal.in_memory:
-            return self._nowhere
         identity = self._identity(lease, job)
         return self._follow(lease, identity, past_of(lease, identity, lease.steps) if lease.steps else None)
 
@@ -224,10 +219,10 @@ class Worker:
         """Return the trail of an agent with this record. ``retries``: a failed one may be tried again. ``stays``: its
         end stays as it is, because a later entry of the cascade has begun."""
         if past is None:
-            return Trail(self._journal, lease, identity)
+            return self._journal.trail(lease, identity)
         retried = retries and is_retried(lease, past)
         restarts = (past.several or not stays) and self._restarts(past, retried=retried)
-        return Trail(self._journal, lease, identity, past, retried=retried, restarts=restarts)
+        return self._journal.trail(lease, identity, past, retried=retried, restarts=restarts)
 
     def _restarts(self, past: Past, *, retried: bool) -> bool:
         """Return whether a recorded row starts again in a new conversation: one that failed by its own fault, whose
@@ -352,7 +347,7 @@ class Worker:
         self._tell_start(job)
         row = self.live[job.index] = Samples(job, voting, self._r.schema)
         identities = samples_of(self._identity(lease, job), many)
-        pasts = await self._pasts(lease, identities)
+        pasts = await self._leases.claim(lease, identities)
         end = partial(self._end_samples, lease, row)
         start = self._sampler(lease, row, self._first, identities, pasts, agents, end)
         while (number := row.next()) is not None:
@@ -369,10 +364,6 @@ class Worker:
         if lease.row.key:
             return Identity(lease.row.key, lease.row.content)
         return self._keys.identity(job, self._plan.question(job))
-
-    async def _pasts(self, lease: Lease, identities: Sequence[Identity]) -> list[Past | None]:
-        """Return what earlier sessions recorded under these identities."""
-        return [None] * len(identities) if self._journal.in_memory else await self._leases.claim(lease, identities)
 
     def _sampler(
         self,
@@ -396,9 +387,7 @@ class Worker:
         retries = may_retry and voting.must_fail(failed)
 
         def start(number: int) -> Ticket | None:
-            trail = self._nowhere
-            if not self._journal.in_memory:
-                trail = self._follow(lease, identities[number], pasts[number], retries=retries, stays=stays)
+            trail = self._follow(lease, identities[number], pasts[number], retries=retries, stays=stays)
             agent = Agent(row.job_of(number, identities[0].key), desk.resources, trail, desk.function)
             ticket = self._claim(agent, asks_first=desk.asks_first and not trail.has_past)
             row.begin(number, agent)
@@ -494,9 +483,7 @@ class Worker:
         stays = await self._has_begun(lease, row, row.place + 1)
         may_retry = not stays and row.may_retry(pasts)
         if desk.voting is None:
-            trail = self._nowhere
-            if not self._journal.in_memory:
-                trail = self._follow(lease, identities[0], pasts[0], retries=may_retry, stays=stays)
+            trail = self._follow(lease, identities[0], pasts[0], retries=may_retry, stays=stays)
             agent = row.asking = Agent(row.job, desk.resources, trail, desk.function, row.wrote)
             ticket = self._claim(agent, asks_first=desk.asks_first and not trail.has_past)
             return self._work_on(agent, ticket), ticket
@@ -518,7 +505,7 @@ class Worker:
     async def _pasts_of(self, lease: Lease, row: CascadeRow, place: int) -> list[Past | None]:
         """Return what earlier sessions recorded of a row at an entry. Each record is claimed once."""
         if place not in row.pasts:
-            row.pasts[place] = await self._pasts(lease, row.identities(place))
+            row.pasts[place] = await self._leases.claim(lease, row.identities(place))
         return row.pasts[place]
 
     async def _has_begun(self, lease: Lease, row: CascadeRow, place: int) -> bool:
@@ -528,8 +515,6 @@ class Worker:
         return any(past is not None for past in await self._pasts_of(lease, row, place))
 
     async def _part_trails(self, lease: Lease, jobs: Sequence[Job], questions: Sequence[str]) -> Sequence[Trail]:
-        if self._journal.in_memory:
-            return [self._nowhere] * len(jobs)
         identities = [self._part_keys.identity(job, question) for job, question in zip(jobs, questions, strict=True)]
         found = await self._leases.claim(lease, identities)
         return [self._follow(lease, identity, past) for identity, past in zip(identities, found, strict=True)]
@@ -538,8 +523,7 @@ class Worker:
 
     def _publish(self, lease: Lease, agent: Agent | Several | None, result: AgentResult[object]) -> None:
         """Record a result. After the commit the feeder delivers it, and its agent is no longer live."""
-        if self._tells:
-            self._tell(result)
+        self._on_result(result)
         if is_interrupted(result):
             if agent is not None and self.live.get(result.index) is agent:
                 del self.live[result.index]
@@ -555,6 +539,13 @@ class Worker:
             kind = RowTakenOver if job.index in self._begun else JobStarted
             self._begun.add(job.index)
             r.emit.sinks(kind(at, r.run, job.index, job.job_id))
+
+    def tell_ends(self) -> None:
+        """Report the ends of rows here: the feeder, which reports those of recorded rows, is in another process."""
+        self._on_result = self._on_dropped = self._tell
+
+    def _let_go(self, result: AgentResult[object]) -> None:
+        self._r.emit.row_left(self._r.clock(), self._r.run, result.index)
 
     def _tell(self, result: AgentResult[object]) -> None:
         self._begun.discard(result.index)

@@ -88,12 +88,13 @@ class Workshop:
                 keys=Keys(rows_under(prepared, inner)),
                 part_keys=Keys(rows_under(prepared, inner, part=True)),
                 left=(lambda: None) if feeder is None else feeder.left,
-                tells=feeder is None,
                 begun=set() if feeder is None else feeder.begun,
                 retry_from=spec.retry_from,
                 voting=prepared.voting if loops else None,
                 ladder=shared.ladder,
             )
+            if feeder is None:
+                self.worker.tell_ends()
             yield self.worker
             watch.tell()
 

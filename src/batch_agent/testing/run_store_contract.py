@@ -216,7 +216,7 @@ class RunStoreContract(DurabilityContract):
     ) -> None:
         row = new_row(place, 0)
         now = begin(place, place.open(), row)
-        needs(now.store.instant, "no worker is in the process of this store")
+        needs(not now.store.wait, "no worker is in the process of this store")
         own = now.store.join({"feeder": True})
         (held,) = now.store.take(own, 1, 0)
         now.store.commit(own, 1, [RowChange(held, (turn(row, "turn"),))])
@@ -229,7 +229,7 @@ class RunStoreContract(DurabilityContract):
     def test_a_worker_in_the_feeders_process_continues_an_agent_of_another_process(self, place: StorePlace) -> None:
         row = new_row(place, 0)
         now = begin(place, place.open(), row)
-        needs(now.store.instant and place.keeps != "nothing", "no worker is in the process of this store")
+        needs(not now.store.wait and place.keeps != "nothing", "no worker is in the process of this store")
         (old,) = now.take()
         now.record(old, turn(row, "first", next(now.work.agent_numbers(now.worker))))
         place.expire()

@@ -13,22 +13,28 @@ from itertools import count, groupby, islice
 from threading import Lock
 from typing import Any, TypeVar, cast
 
-from batch_agent.errors import SpecError, StoreError
+from batch_agent.compiler.schema import OutputSchema
+from batch_agent.errors import InputError, SpecError, StoreError
 from batch_agent.files.results import from_json, to_json
+from batch_agent.job import BaseResult, Job, UnreadableRow
 from batch_agent.messages import JsonObject
 from batch_agent.record.address import StoreAddress
 from batch_agent.record.directory import KEEPS
 from batch_agent.record.redis import scripts
 from batch_agent.record.redis.connection import DELETED, Client, RedisConnection, Script, entries
+from batch_agent.record.row_json import ResultEncoder, decode_row, encode_row
 from batch_agent.record.rundir import recorded_options
 from batch_agent.record.store import (
     FOLLOWED_SECONDS,
+    GATHERING_FAR,
     GROUP,
     LARGEST_SHARED,
     LEASE,
     NUMBERS,
     OBSERVED,
     UNKEPT_SECONDS,
+    WAIT,
+    WINDOW,
     Counts,
     FeederReplaced,
     FeederSession,
@@ -150,7 +156,8 @@ return redis.call('ZRANGEBYSCORE', KEYS[1], tonumber(redis.call('TIME')[1]), '+i
 class RedisRunStore:
     """One run. It is thread-safe."""
 
-    instant, group, unstarted, writes, folder = False, GROUP, 0, True, None
+    wait, group, window, gathering = WAIT, GROUP, WINDOW, GATHERING_FAR
+    writes, lasts, folder = True, True, None
 
     def __init__(self, connection: RedisConnection) -> None:
         self.connection, self.address = connection, connection.address
@@ -165,6 +172,9 @@ class RedisRunStore:
         self._resuming = Resuming()
         self._announcing = Lock()
         self._feeds = False  # it feeds the run, or did
+        self.unstarted = 0  # as the server said last
+        self._row_schema: OutputSchema[object] | None = None
+        self._encoded = ResultEncoder()
         self.polite = True  # give other workers time to renew after an outage; look for expired leases rarely
 
     @classmethod
@@ -181,6 +191,11 @@ class RedisRunStore:
 
     def blocks(self, call: str) -> bool:
         return True
+
+    def describe(
+        self, schema: OutputSchema[object] | None, row_schema: OutputSchema[object] | None, *, messages: bool
+    ) -> None:
+        self._row_schema, self._encoded = row_schema, ResultEncoder(schema, messages=messages)
 
     def key(self, name: str) -> str:
         """Return the name of a key of this run."""
@@ -278,21 +293,36 @@ class RedisRunStore:
         )
 
     def keep_feed(self, session: int) -> RunStanding:
-        return _standing(self._fenced(scripts.KEEP_FEED, session, self._nonce))
+        standing = _standing(self._fenced(scripts.KEEP_FEED, session, self._nonce))
+        self.unstarted = standing.counts.unstarted
+        return standing
 
     def write_facts(self, session: int, facts: JsonObject) -> None:
         self._fenced(scripts.WRITE, session, "facts", to_json(facts))
 
+    def carried(self, values: Sequence[object]) -> Sequence[object]:
+        return [self._carried(value) for value in values]
+
+    def _carried(self, value: object) -> object:
+        if isinstance(value, UnreadableRow):
+            return value
+        try:
+            return decode_row(encode_row(value), self._row_schema)[0]
+        except InputError as error:
+            return UnreadableRow(str(error))
+
     def feed(self, session: int, rows: Sequence[Row]) -> list[object]:
-        resuming = self._resuming
-        return [each for retry, some in groupby(rows, resuming.retry_of) for each in self._feed(session, retry, some)]
+        # No worker has a use for a row that is a failure already.
+        retry_of, sent = self._resuming.retry_of, [row for row in rows if not isinstance(row.job, BaseResult)]
+        answers = iter([each for retry, some in groupby(sent, retry_of) for each in self._feed(session, retry, some)])
+        return [row.job if isinstance(row.job, BaseResult) else next(answers) for row in rows]
 
     def _feed(self, session: int, retry: bool | tuple[str, ...], rows: Iterable[Row]) -> list[object]:
         again = ("*" if retry else "") if isinstance(retry, bool) else f"|{'|'.join(retry)}|"
         how = int(self._resuming.force), int(self._resuming.cut), int(self._resuming.decides)
         arguments: list[object] = [session, next(self._calls), again, self._steps, *how]
         for row in rows:
-            arguments += (row.index, row.key.hex(), row.content.hex(), row.value)
+            arguments += (row.index, row.key.hex(), row.content.hex(), _value_of(row))
         return cast("list[object]", self._fenced(scripts.FEED, *arguments))
 
     def end_inputs(self, session: int) -> None:
@@ -392,7 +422,7 @@ class RedisRunStore:
         counts = json.dumps(dict(more.counts)) if more.counts else ""
         arguments: list[object] = [worker, self.key(f"worker:{worker}"), number, self._steps]
         arguments += (more.tokens, more.cost, counts, more.events)
-        for change in changes:
+        for change in self._encoded.changes(changes, worker):
             lease, steps = change.lease, [_pack(step) for step in change.steps]
             arguments += (lease.place, lease.token, lease.name, change.result or b"", change.error, len(steps), *steps)
         with self._present():
@@ -626,6 +656,14 @@ def _leased(
     checks, retry = past not in (b"forced", b"ended"), past != b"ended"
     known = tuple(map(unpack_step, steps))
     return Lease(Row(int(index), b"", b"", value), place.decode(), int(token), known, retry, checks, name=row.decode())
+
+
+def _value_of(row: Row) -> object:
+    """Return the input of a row as JSON, with its id if that does not follow from its index."""
+    if isinstance(row.value, bytes):
+        return row.value
+    name = row.job.job_id if isinstance(row.job, Job) else None
+    return encode_row(row.value, None if name == str(row.index) else name)
 
 
 def _places(leases: Sequence[Lease]) -> list[object]:
