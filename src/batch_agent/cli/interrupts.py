@@ -15,7 +15,7 @@ from batch_agent.cli.output.streams import say
 
 
 def serve(serving: Coroutine[object, object, None], *, last_word: str = "stopped") -> int:
-    """Run a server until Ctrl-C or SIGTERM, and print the last word. Returns the exit status."""
+    """Run a server until Ctrl-C or SIGTERM, and print ``last_word``. Returns the exit status."""
 
     async def until_stopped() -> None:
         task = asyncio.current_task()
@@ -34,7 +34,7 @@ def serve(serving: Coroutine[object, object, None], *, last_word: str = "stopped
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return the signals that end a command in an orderly way. Under ``nohup`` SIGHUP is ignored, and stays so."""
+    """Return the signals at which a command ends in order. Under ``nohup`` SIGHUP is ignored and is not among them."""
     if sys.platform == "win32" or signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         return [signal.SIGTERM]
     return [signal.SIGTERM, signal.SIGHUP]

@@ -313,7 +313,8 @@ def _refuse(argument: str, name: str, parser: argparse.ArgumentParser) -> NoRetu
 
 
 def _settings() -> Mapping[str, str]:
-    """Return how to give each option on the command line, by its name, its older name and its name elsewhere."""
+    """Return how each option is given on the command line, by the option's name, its earlier name, and its name
+    elsewhere."""
     from batch_agent.cli.spec.arguments import FLAGS, flag_name
     from batch_agent.spec import OLD_NAMES, BatchSpec
 
@@ -327,7 +328,7 @@ def _settings() -> Mapping[str, str]:
 
 
 def _meant(given: str, known: Mapping[str, str]) -> str:
-    """Return a hint with the meaning of the most similar known word, or "". Leading hyphens are not compared."""
+    """Return a hint with the known word that is most similar to ``given``, or "". Leading hyphens are ignored."""
     words = {word.lstrip("-"): meaning for word, meaning in known.items()}
     near = difflib.get_close_matches(given.partition("=")[0].lstrip("-"), words, n=1)
     return f"; did you mean {words[near[0]]}?" if near else ""

@@ -37,7 +37,8 @@ def refuse_unrecorded(options: argparse.Namespace, spec: BatchSpec) -> None:
 
 
 class PilotStop:
-    """``outlook`` is what the pilot said of all rows, once it is done."""
+    """Waits for the pilot, and decides whether the other rows follow. ``outlook``: what the pilot says about all rows,
+    when it is done."""
 
     def __init__(self, options: argparse.Namespace, run: Run[object] | Flow, pilot: Pilot) -> None:
         self._options = options
@@ -50,7 +51,7 @@ class PilotStop:
         await self._pilot.wait_ended()
 
     async def decide(self) -> None:
-        """Show what the pilot says, and decide whether the other rows follow."""
+        """Show what the pilot says about all rows, and decide whether the others follow."""
         pilot, results = self._pilot, await self._run.pilot()
         if pilot.passed or pilot.covers_all or not pilot.complete:
             pilot.go_on()
@@ -82,14 +83,14 @@ class PilotStop:
         return answer.strip().lower() in YES
 
     def to_json(self, command: str | None) -> JsonObject:
-        """``command`` continues the run."""
+        """Return the pilot for JSON output. ``command`` is the command that continues the run."""
         if self.outlook is None:
             return {}
         return {"pilot": {**self.outlook.to_json(), "stopped": self._pilot.stopped, "continue": command}}
 
 
 async def _line(pilot: Pilot) -> str:
-    """Return the next line of the terminal, or "" if the run ends before, as after Ctrl-C."""
+    """Return the next line of the terminal. "" if the run ends first, as after Ctrl-C."""
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()
 

@@ -43,8 +43,8 @@ class StoreAddress:
 
     @classmethod
     def parse(cls, url: str | Path, *, environ: Mapping[str, str] = os.environ, named: bool = True) -> Self:
-        """Return the address in a URL. With ``named``, the URL must name a run. Raises SpecError. Its message does not
-        repeat the URL, which may hold a password."""
+        """Return the address in a URL. ``named``: the URL must name a run. Raises SpecError, with a message that does
+        not repeat the URL, because that may contain a password."""
         try:
             parts = urlsplit(str(url))
             host = parts.hostname
@@ -99,15 +99,15 @@ RunPlace: TypeAlias = Path | StoreAddress
 
 
 def place_of(run: str | Path, *, named: bool = True) -> RunPlace:
-    """Return where a run is recorded: a directory, or an address in Redis. With ``named``, a URL must name a run.
-    Raises SpecError for an invalid URL."""
+    """Return the place of a run's record: a directory, or an address in Redis. ``named``: a URL must name a run. Raises
+    SpecError for an invalid URL."""
     is_url = isinstance(run, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", run)
     return StoreAddress.parse(run, named=named) if is_url else Path(run)
 
 
 def directory_of(run_dir: str | Path | None) -> Path | None:
-    """Return the absolute path of the run directory, since a tool may change the working directory; None for a run in
-    Redis, and for one without a record."""
+    """Return the absolute path of the run directory; None for a run in Redis or without a record. The path is absolute
+    because a tool may change the working directory."""
     place = None if run_dir is None else place_of(run_dir)
     return place.absolute() if isinstance(place, Path) else None
 

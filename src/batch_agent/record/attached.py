@@ -30,7 +30,7 @@ LARGEST = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class AttachedFile:
-    """A file of a row. ``number`` is its place among those of the row."""
+    """A file of a row. ``number`` is its place among the files of the row."""
 
     number: int
     field: str
@@ -42,7 +42,8 @@ class AttachedFile:
 
 
 def attached(record: Record, known: JsonObject) -> list[AttachedFile]:
-    """Return the files that a row names. ``known`` is what the run says of them: ``fields`` and ``roots``."""
+    """Return the files that a row names. ``known`` describes which fields and directories of the run may have files:
+    ``fields`` and ``roots``."""
     declared = _texts(known.get("fields"))
     roots = [Path(root) for root in _texts(known.get("roots"))]
     found: list[AttachedFile] = []

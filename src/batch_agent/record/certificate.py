@@ -73,8 +73,8 @@ METHOD_OF_LAST = (
 
 
 class _Wanted(NamedTuple):
-    """What a pass over the rows looks for. ``last``: the rank of the last row of the audit; ``rows``: positions of rows
-    whose doubt is needed."""
+    """What a pass over the rows must find. ``last``: the rank of the last row of the audit. ``rows``: positions of the
+    rows whose doubt is needed."""
 
     key: str
     thresholds: tuple[float, ...]
@@ -86,7 +86,8 @@ class _Wanted(NamedTuple):
 
 @dataclass(slots=True)
 class _Counts:
-    """What a pass over the rows has found. ``before``: rows whose rank is at most that of the audit's last."""
+    """What a pass over the rows has found. ``before``: number of rows whose rank is at most that of the audit's last
+    row."""
 
     rows: int = 0
     ok: int = 0
@@ -116,7 +117,7 @@ class _Counts:
 
 
 class _Recounted(FinishedDoubts):
-    """The counts of a pass, in place of the doubts of all rows."""
+    """The counts of a pass, used in place of the doubts of all rows."""
 
     def __init__(self, run: RunReader, counts: _Counts, wanted: _Wanted) -> None:
         super().__init__(run, doubt=wanted.doubt)
@@ -125,7 +126,7 @@ class _Recounted(FinishedDoubts):
         self._counts = counts
 
     def catch_up(self) -> None:
-        """The rows were read."""
+        """Do nothing: the rows have been read."""
 
     def bands(self, thresholds: Sequence[float]) -> list[int]:
         return [*self._counts.bands]
@@ -196,7 +197,7 @@ def _count(lines: Iterable[bytes | Record], wanted: _Wanted, *, exact: bool = Fa
 
 
 def _read(line: bytes) -> Record | None:
-    """Return the result of a line. The line of a result is as ``parsed`` returns it; that of a failure is flat."""
+    """Return the record in a line of a result or a failure; None if it is neither."""
     try:
         record = orjson.loads(line)
         if record["ok"] is True and isinstance(record["index"], int):
@@ -230,8 +231,9 @@ def _lines_of(path: Path, start: int, end: int) -> Iterator[bytes]:
 
 
 def _recount(run: RunReader, wanted: _Wanted, digest: str) -> tuple[_Counts, list[int]]:
-    """Return the counts of all rows, and the sums of the answers in the journal; [] if they are compared row by row.
-    Rows that are not those of ``digest`` are read again: the quick reader rounds integers beyond 64 bits."""
+    """Return the counts of all rows, and the sums of the answers in the journal; [] if these must be compared row by
+    row. If the rows do not have this ``digest``, they are read again, because the quick reader rounds integers beyond
+    64 bits."""
     counts, journal = _recounted(run, wanted)
     if journal and f"{counts.digest:032x}" != digest:
         counts, _ = _recounted(run, wanted, exact=True)
@@ -267,7 +269,8 @@ def _recounted(run: RunReader, wanted: _Wanted, *, exact: bool = False) -> tuple
 
 
 def _journal_sums(path: str) -> list[int]:
-    """Return the sums of the answers with which agents ended, where the journal has them in their last step."""
+    """Return sums over the answers with which agents ended, as far as the journal has them in the last step of the
+    agent."""
     sums, known = [0] * BUCKETS, dict[str, bytes]()
     with closing(open_to_read(Path(path))) as db:
         for row, body in db.execute("SELECT row, body FROM record WHERE kind = ?", (ENDED,)):
@@ -284,9 +287,9 @@ def _journal_sums(path: str) -> list[int]:
 
 
 def _differing_row(run: RunReader, buckets: frozenset[int]) -> str:
-    """Return the name of the first row whose answer is not one that the journal has, or "". A vote and a mended answer
-    are in no single step, so each field is looked for in all answers of the row: of its samples, and of the entries of
-    a cascade."""
+    """Return the name of the first row whose answer is not in the journal, or "". A voted or a repaired answer is in no
+    single step. So each field is searched in all answers of the row: in those of its samples, and of the entries of a
+    cascade."""
     if not isinstance(run.place, Path):
         for place, record in run.rows.placed():
             if record.get("ok") and not _is_said(cast(JsonValue, record.get("output")), _said_by(run, place, record)):
@@ -305,7 +308,7 @@ def _differing_row(run: RunReader, buckets: frozenset[int]) -> str:
 
 
 def _doubtful(rows: Iterable[Record], buckets: frozenset[int]) -> Iterator[tuple[str, bytes, JsonValue]]:
-    """Yield the rows whose answers are to be compared: id, digest of the input and answer."""
+    """Yield the rows whose answers must be compared one by one: id, digest of the input, and answer."""
     for record in rows:
         content = row_of(record.get("input"), "")
         if record.get("ok") and content[0] in buckets:
@@ -322,7 +325,8 @@ def _marks(facts: JsonObject) -> tuple[int, list[str]]:
 
 
 def _further(content: bytes, marks: tuple[int, list[str]]) -> Iterator[bytes]:
-    """Yield the digests under which the journal has the further agents of a row."""
+    """Yield the digests under which the journal has the other agents of a row: its samples, and later entries of a
+    cascade."""
     samples, labels = marks
     for digest in (content, *(derived(content, entry_mark(label, b"")) for label in labels)):
         if digest != content:
@@ -344,7 +348,7 @@ def _said_by(run: RunReader, place: int, record: Record) -> list[JsonValue]:
 
 
 def _answers(kind: int, body: bytes) -> Iterator[JsonValue]:
-    """Yield the answers in a step: as JSON, or as text if it is none."""
+    """Yield the answers in a step, as JSON values; as text if an answer is not JSON."""
     try:
         step = decode(kind, body) if kind in (ENDED, ASKED) else None
     except ValueError:
@@ -396,8 +400,8 @@ class _Recomputed(NamedTuple):
 
 
 def certificate_of(run: str, *, names: bool = False) -> tuple[JsonObject | None, PromiseStanding]:
-    """Return the certificate of a run, None if its promise is not kept, and how it stands. Raises SpecError for a run
-    without a promise, and for one whose record does not agree with itself."""
+    """Return the certificate of a run, or None if its promise is not kept; and how the promise stands. Raises SpecError
+    for a run without a promise, and for one whose record contradicts itself."""
     with open_run(run) as reader, PeopleReview(reader) as review:
         found = _recomputed(reader, review, names=names)
         if not found.standing.kept:
@@ -479,7 +483,8 @@ def _recomputed(run: RunReader, review: PeopleReview, *, names: bool) -> _Recomp
 
 
 def _unlike(promise: RunPromise, audit: Iterable[Event], both: Mapping[int, Record]) -> str:
-    """Return the first row of an audit by the last model whose answers in the log are not those of the results."""
+    """Return the first row of an audit by the last model whose answers in the log differ from those in the results, or
+    ""."""
     fields = [*promise.fields.values()]
     for event in audit if promise.last else ():
         answer, record = cast(JsonObject, event.output), both.get(event.row, {})
@@ -508,7 +513,7 @@ def _says(promise: RunPromise, standing: PromiseStanding) -> str:
 
 
 def _audit(promise: RunPromise, *, names: bool) -> Iterator[JsonObject]:
-    """Yield the audited rows with both answers."""
+    """Yield the audited rows, each with both answers."""
     for event, wrong, right in promise.audited():
         answer = cast(JsonObject, event.output)
         output = answer.get("output")
@@ -529,8 +534,8 @@ def _audit(promise: RunPromise, *, names: bool) -> Iterator[JsonObject]:
 
 
 def _log_digest(lines: Sequence[bytes]) -> JsonObject:
-    """Return the digest of the log of the review, and four bytes of that of each line, which name the first that
-    differs. Lines that people add later do not matter here."""
+    """Return the digest of the log of the review, and four bytes of the digest of each line, by which the first line
+    that differs is found. Lines that people add later are ignored."""
     whole, each = blake2b(digest_size=16), []
     for line in lines:
         digest = blake2b(_canonical(line), digest_size=16).digest()
@@ -547,8 +552,8 @@ def _canonical(line: bytes) -> bytes:
 
 
 def _out_of_order(found: _Recomputed) -> str:
-    """Return how the log of the review is not in the order in which things were known: the answer of an audited row is
-    frozen before a person says anything about it."""
+    """Return how the order of the review's log is impossible, or "": the answer of an audited row must be frozen before
+    a person says anything about the row."""
     frozen: set[JsonValue] = set()
     for number, line in enumerate(found.log, 1):
         event = _event(line)
@@ -586,7 +591,7 @@ def _people_digest(promise: RunPromise) -> str:
 
 
 def _disagrees(run: RunReader, found: _Recomputed) -> str:
-    """Return how the record does not agree with itself."""
+    """Return how the record contradicts itself, or ""."""
     facts = cast(JsonObject, found.certificate["promise"])
     counts = found.counts
     if counts.rows != facts["rows"]:
@@ -622,7 +627,7 @@ def _disagrees(run: RunReader, found: _Recomputed) -> str:
 
 
 def _missing(run: RunReader, rows: int) -> str:
-    """Return the first row that has no line, or more than one."""
+    """Return the name of the first row that does not have exactly one line, or ""."""
     seen = bytearray(rows)
     for record in run.rows:
         index = cast(int, record["index"])
@@ -642,7 +647,7 @@ def _not_drawn(run: RunReader, found: _Recomputed) -> str:
 
 
 def _differs(given: JsonObject, found: _Recomputed) -> str:
-    """Return the first difference between a certificate and what the record says."""
+    """Return the first difference between a certificate and the record, in words; "" if there is none."""
     own = found.certificate
     mine, theirs = cast(JsonObject, own["digests"]), given.get("digests")
     if not isinstance(theirs, dict):
@@ -668,7 +673,7 @@ def _differs(given: JsonObject, found: _Recomputed) -> str:
 
 
 def _log_differs(given: object, lines: Sequence[bytes]) -> str:
-    """Return the first line of the log of the review that is not the one of the certificate."""
+    """Return the first line of the review's log that differs from the certificate, in words; "" if there is none."""
     marks = given.get("lines") if isinstance(given, dict) else None
     if not isinstance(given, dict) or not isinstance(marks, str):
         return "the certificate has no digest of the log of the review"

@@ -198,7 +198,7 @@ def to_message(array: object) -> Message:
 
 
 def _from_call(step: CallBegun | CallEnded) -> tuple[object, ...]:
-    """Return what names a call. That of the tool loop is named by its place in its answer."""
+    """Return the fields that identify a call. A call of the tool loop is identified by its place in its answer."""
     if step.digest or step.name or step.arguments:
         return step.digest, step.nth, step.name, step.arguments
     return (step.nth,)

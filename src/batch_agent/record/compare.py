@@ -41,8 +41,8 @@ class SideRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A run, and what is known of its gold. ``rows`` can be read again. ``typed``: the schema is known, None meaning
-    text."""
+    """A run of a comparison, and its gold. ``rows`` can be read again. ``typed``: the schema is known; a known schema
+    of None means text."""
 
     name: str
     rows: Iterable[SideRow]
@@ -60,7 +60,7 @@ class Side:
 
 
 class HasSide(Protocol):
-    """Results that can be compared."""
+    """Results that can be a side of a comparison."""
 
     def side(self, name: str) -> Side: ...
 
@@ -103,10 +103,13 @@ def compare(
     score: Mapping[str, Any] | None = None,
     groups: str | None = None,
 ) -> RunComparison:
-    """Compare runs over the same rows: ``compare(a, b)["mood"]``. A run is a ``Results``, the outcome of a pipeline, a
-    run directory or the URL of a run in Redis, or a file of results. Rows are joined by id. Rows that are not in all
-    runs, or whose content is not the same, are counted and left out. Without ``gold`` that of the runs is used. If
-    there is none, the comparison says what differs, and not what is better."""
+    """Compare runs over the same rows: ``compare(a, b)["mood"]``.
+
+    A run is a ``Results``, the outcome of a pipeline, a run directory or the URL of a run in Redis, or a file of
+    results. Rows are joined by id. Rows that are not in all runs, or whose content differs between the runs, are
+    counted and left out. Without ``gold``, the gold of the runs is used. If there is none, the comparison says what
+    differs, and not what is better.
+    """
     given: dict[str, object] = {"gold": gold, "tolerance": tolerance, "score": score, "groups": groups}
     with ExitStack() as opened:
         sides = [_side(run, place, opened) for place, run in enumerate((a, b, *others))]
@@ -132,7 +135,7 @@ def _kind(value: object) -> str:
 
 
 def _with_names(sides: Sequence[Side]) -> list[Side]:
-    """Return the sides, each with a name of its own."""
+    """Return the sides, each with a different name."""
     names = [side.name for side in sides]
     return [
         side if names.count(side.name) == 1 else replace(side, name=f"{side.name} ({place + 1})")
@@ -200,7 +203,7 @@ def _gold_of(taken: TakenGold, row: SideRow) -> Mapping[str, JsonValue]:
 def _looks(
     sides: Sequence[Side], every: Sequence[Mapping[str, SideRow]], kept: Sequence[str], taken: TakenGold, rules: Gold
 ) -> int | None:
-    """Count a look at the gold for each run. Returns the number of looks before."""
+    """Count a look at the gold for each run. Returns the number of earlier looks; None if they are unknown."""
     before: list[int] = []
     for side, rows in zip(sides, every, strict=True):
         scoring = Scoring(rules, taken.table, replace(taken.options, sealed=False, require=(), by=None, groups=None))
@@ -228,7 +231,7 @@ def _run_side(side: Side, rows: Mapping[str, SideRow], common: int, place: int, 
 
 
 def _fields(rows: Sequence[PairedRow]) -> list[str]:
-    """Return the fields of the answers, in the order in which they come."""
+    """Return the fields of the answers, in the order in which they first appear."""
     names: dict[str, None] = {}
     for row in rows:
         for answer in row.answers:
@@ -244,12 +247,12 @@ def _bare(fields: Mapping[str, object], hidden: frozenset[str]) -> Mapping[str, 
 
 
 def _is_measured(name: str) -> bool:
-    """Return whether a column of a table of results says how good an answer is, and is no content of the row."""
+    """Return whether a column of a table of results measures an answer, and so is not content of the row."""
     return name in MEASURED or name.startswith("gold.")
 
 
 def _same_content(rows: Sequence[Mapping[str, object]], hidden: frozenset[str]) -> bool:
-    """Return whether a row has the same content in all runs. A table may have made texts of its values."""
+    """Return whether a row has the same content in all runs. Values may be texts in a table."""
     first, *others = (_content(fields, hidden) for fields in rows)
     return all(other == first for other in others)
 

@@ -39,7 +39,7 @@ def socket_of(run_dir: Path) -> Path:
 
 
 async def ask(run_dir: Path, request: JsonObject) -> JsonObject:
-    """Return the answer of the run. Raises NotAlive, or Refused with its reason."""
+    """Send a request to the run, and return the run's answer. Raises NotAlive, or Refused with the run's reason."""
     answers = stream(run_dir, request)
     try:
         async with asyncio.timeout(PATIENCE):
@@ -53,7 +53,7 @@ async def ask(run_dir: Path, request: JsonObject) -> JsonObject:
 
 
 async def stream(run_dir: Path, request: JsonObject) -> AsyncGenerator[JsonObject, None]:
-    """Yield the answers of the run until it ends. Raises NotAlive, or Refused with its reason."""
+    """Send a request, and yield the run's answers until it ends. Raises NotAlive, or Refused with the run's reason."""
     path = socket_of(run_dir)
     try:
         reader, writer = await asyncio.open_unix_connection(path, limit=LONGEST_ANSWER)

@@ -1,4 +1,4 @@
-"""The finished rows of a run as a promise needs them: their doubts, and where their records are."""
+"""The finished rows of a run, as far as a promise needs them: their doubts, and the places of their records."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def input_digest(value: object) -> str:
 
 
 class FinishedDoubts:
-    """The finished rows of a run: their doubts, and the digests of their inputs are read when they are needed."""
+    """The finished rows of a run, with their doubts. Digests of their inputs are read only when they are needed."""
 
     def __init__(self, run: RunReader, *, doubt: bool, last: str = "") -> None:
-        """``last``: as in ``doubt_of``."""
+        """``last`` has the meaning that it has in ``doubt_of``."""
         self._run = run
         self._doubt = doubt
         self._last = last
@@ -86,8 +86,8 @@ class FinishedDoubts:
         return self.doubts[index]
 
     def digests(self, indexes: Collection[int]) -> Mapping[int, str]:
-        """Return the digests of the inputs of these rows, as far as they are finished: a judgement of another input is
-        void."""
+        """Return the digests of the inputs of those of these rows that are finished. A judgement of another input does
+        not count."""
         new = [index for index in indexes if self.is_done(index) and self.places[index] != self._digested.get(index)]
         for index, record in zip(new, self.records(new), strict=True):
             if record is not None:
@@ -111,9 +111,9 @@ class FinishedDoubts:
 
 
 def doubt_of(record: Record, *, doubt: bool, last: str = "") -> float:
-    """Return the doubt of a finished row by which it is sent on; ``NEVER`` for a row that always is. ``doubt``: the
-    answers of the run have one. ``last`` is the model to which rows are sent, if not to people: ``SETTLED`` for a row
-    that has its answer, or has failed by its content."""
+    """Return the doubt that decides whether a finished row is sent on; ``NEVER`` if the row is always sent on.
+    ``doubt``: the answers of the run have doubts. ``last`` is the model to which rows are sent, "" if they are sent to
+    people. A row that has the answer of ``last``, or failed because of its content, gets ``SETTLED``."""
     if last and _is_settled(record, last):
         return SETTLED
     if not record.get("ok"):
@@ -125,7 +125,8 @@ def doubt_of(record: Record, *, doubt: bool, last: str = "") -> float:
 
 
 def _is_settled(record: Record, last: str) -> bool:
-    """Return whether a row is as it stays: the last model has answered it, or it failed by its content."""
+    """Return whether the result of a row is final: the last model has answered it, or it failed because of its
+    content."""
     if record.get("waits_for") is not None:
         return False
     error = record.get("error")

@@ -94,7 +94,7 @@ def asked_of(key: bytes) -> bytes:
 
 
 def derived(digest: bytes, mark: bytes) -> bytes:
-    """Return the digest of a further agent of a row: of a sample, or of an entry of a cascade."""
+    """Return the digest of another agent of a row: of a sample, or of an entry of a cascade."""
     return blake2b(digest + mark, digest_size=KEY_BYTES).digest()
 
 
@@ -107,7 +107,7 @@ def entry_mark(label: str, fingerprint: bytes) -> bytes:
 
 
 def row_of(value: object, question: str) -> bytes:
-    """Return the digest of the whole input, with ``id`` and unused columns: an edited input is another row."""
+    """Return the digest of the whole input, with ``id`` and unused columns, so that an edited input is another row."""
     try:
         content = b"=" + to_json(value)
     except Exception:  # a user's class may raise anything; that must not stop a run  # noqa: BLE001

@@ -37,7 +37,7 @@ class LearnedPromise(RunPromise):
 
     @property
     def asked(self) -> str:
-        """What both models are asked, as fingerprints."""
+        """Fingerprints of what both models are asked."""
         cascade = cast(JsonObject, self._run.facts().get("cascade") or {})
         entries = cast("list[JsonObject]", cascade.get("entries") or [])
         return " ".join([self._asked, *(str(each.get("fingerprint") or UNKNOWN) for each in entries[1:])])
@@ -53,7 +53,7 @@ class LearnedPromise(RunPromise):
 
     @property
     def before(self) -> int:
-        """Number of rows of the order before those of the audit: those that another prompt was tried on."""
+        """Number of rows of the order that come before those of the audit, because another prompt was tried on them."""
         found = self.review.thresholds
         if found is None or found.id != self.known.key:
             return 0
@@ -61,29 +61,34 @@ class LearnedPromise(RunPromise):
 
     @property
     def head(self) -> list[int]:
-        """The rows that go to both models, in their order: those of the audit, after the ones before it."""
+        """The rows that go to both models: those before the audit, on which another prompt was tried, then those of the
+        audit, in their order."""
         wanted = min(self.before + self.known.audit, self.known.rows)
         return self._head[:wanted]
 
     def head_names(self) -> list[tuple[int, str]]:
-        """Return the first rows of the order with their ids."""
+        """Return positions and ids of the first rows of the order."""
         return head_rows(self._run)
 
     @property
     def is_complete(self) -> bool:
-        """Whether both answers of all rows of the audit are in the log."""
+        """Whether the log has both answers of all rows of the audit."""
         return self.begun is not None and all(row in self.review.frozen for row in self.head)
 
     @property
     def threshold(self) -> float | None:
-        """The largest doubt of an answer that stays; None if no threshold keeps the promise. The audit is complete."""
+        """The largest doubt with which an answer stays; None if no threshold keeps the promise. Call it when the audit
+        is complete."""
         place = self._fixed_walk().passed
         return None if place is None else self.thresholds[place]
 
     def record(self, answers: Mapping[int, Event], *, unanswered: bool) -> None:
-        """Append both answers of the rows of the audit, with the thresholds before them. Those that an interrupted
-        session has appended stay. ``unanswered``: for some rows, a model could not be asked. They count as wrong, and
-        if no threshold passes so, nothing is appended: a resume asks these rows again, and may find them right."""
+        """Append the thresholds and then both answers of the rows of the audit. What an interrupted session has
+        appended stays.
+
+        ``unanswered``: a model could not be asked about some rows. They count as wrong. If no threshold passes then,
+        nothing is appended: a resume asks about these rows again, and they may be right.
+        """
         self.log.catch_up(self.review)
         head = self.head
 
@@ -105,18 +110,18 @@ class LearnedPromise(RunPromise):
         self.log.change(self.review, decide)
 
     def freeze(self) -> None:
-        """Nothing: the run records the audit when it is complete."""
+        """Do nothing: the run records the audit when it is complete."""
 
     def audit(self) -> list[ReviewRow]:
-        """People have no part in it."""
+        """Return []: people do not audit."""
         return []
 
     def repair(self) -> Sequence[tuple[float, ReviewRow]]:
-        """People have no part in it."""
+        """Return []: people do not repair."""
         return ()
 
     def unjudged(self) -> tuple[int, int, int]:
-        """People have no part in it."""
+        """Return zeros: people do not judge."""
         return 0, 0, 0
 
     def audit_events(self) -> list[Event]:
@@ -130,22 +135,22 @@ class LearnedPromise(RunPromise):
             yield band(self.thresholds, _doubt(event)), wrong
 
     def _audited(self, frozen: Mapping[int, Event]) -> Iterator[tuple[Event, bool, bool]]:
-        """Yield the rows of the audit in their order: whether the first model is wrong, and whether the row stays wrong
-        at the last one."""
+        """Yield the rows of the audit in their order: the event, whether the first model is wrong, and whether the row
+        is wrong if it is sent to the last model."""
         for place, index in enumerate(self.head[self.before :], start=self.before):
             event = frozen[index]
             yield event, bool(self._wrong(event, place)), self._right(event, place) is False
 
     def _right(self, event: Event, place: int) -> JsonObject | Literal[False] | None:
-        """Return the answer of the last model; False if it has none."""
+        """Return the answer of the last model; False if there is none."""
         answer = cast(JsonObject, event.output)
         if not answer.get("answered"):
             return False
         return {name: field.take(answer.get("right")) for name, field in self.fields.items()}
 
     def _fixed_walk(self, thresholds: Sequence[float] | None = None, frozen: Mapping[int, Event] | None = None) -> Walk:
-        """Return the tests, by both answers in the log or by those given. A row that the last model could not answer is
-        wrong at each threshold."""
+        """Return the tests, from both answers in the log or from the given ones. A row that the last model could not
+        answer is wrong at each threshold."""
         thresholds = self.thresholds if thresholds is None else thresholds
         bands = self._scan.bands(thresholds)
         bands[-1] += self.known.rows - self._scan.done

@@ -59,8 +59,8 @@ LOOKS = 50  # number of attempts while other processes only look, some milliseco
 
 class Lock:
     def __init__(self, path: Path, advice: str = ADVICE, *, shared: bool = False) -> None:
-        """Take the lock. Raises StoreError if another process, or another run of this process, holds it; ``advice`` is
-        part of its message. ``shared``: others may share it too."""
+        """Take the lock. Raises StoreError if another process, or another run of this process, holds it; ``advice``
+        ends its message. ``shared``: others may hold it at the same time, if they share it too."""
         self._descriptor = private(path, os.O_RDWR | os.O_CREAT)
         try:
             (_share if shared else _take_patiently)(self._descriptor)

@@ -1,8 +1,8 @@
-"""How often gold was looked at: one ledger per user, in the state directory.
+"""Counts how often gold was looked at: one ledger per user, in the state directory.
 
-A look is the first score of a prompt, model, examples and schema on some gold. Gold is known by a digest of its ids and
-values, so that a copy of a file, or another order of its rows, is the same gold. The ledger is a file of lines that
-only its user may read; a lock keeps two processes from writing at once.
+A look is the first score of a prompt, model, examples and schema on some gold. Gold is identified by a digest of its
+ids and values, so that a copy of a file, or another order of its rows, is the same gold. The ledger is a file of lines
+that only its user may read; a lock prevents two processes from writing at once.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ Line = dict[str, str]
 
 
 def state_directory() -> Path:
-    """Return the directory of what this program remembers for its user."""
+    """Return the directory in which this package stores data of its user."""
     given = os.environ.get(STATE_VARIABLE)
     return (Path(given) if given and Path(given).is_absolute() else Path.home() / ".local" / "state") / "batch-agent"
 
 
 def looks_before(digests: Mapping[str, str], asked: str, *, run: str = "", count: bool = True) -> int | None:
-    """Return how many others were scored on this gold before ``asked``, which identifies the prompt, model, examples
-    and schema; the largest number over the fields. ``digests`` are those of the gold, by field. ``count``: a first
-    score is written down. None if the ledger cannot be used."""
+    """Return how many other prompts were scored on this gold before ``asked``, which identifies prompt, model, examples
+    and schema. The result is the largest number over the fields; None if the ledger cannot be used. ``digests`` are
+    those of the gold, by field. ``count``: if this is the first score of ``asked``, it is recorded."""
     try:
         with _opened() as path:
             lines = _of_gold(path, digests)
@@ -67,7 +67,7 @@ def looks_of(digests: Mapping[str, str]) -> list[Line]:
 
 @contextmanager
 def _opened() -> Iterator[Path]:
-    """Hold the lock of the ledger, and return its path."""
+    """Hold the lock of the ledger, and yield its path."""
     directory = state_directory()
     directory.mkdir(DIRECTORY, parents=True, exist_ok=True)
     path = directory / LEDGER

@@ -82,11 +82,12 @@ OUTSIDE = frozenset(
 
 
 class Refusal(SpecError):
-    """An answer that is not taken, with the reason for the person who gave it."""
+    """An answer of a person was refused, for the reason in the message."""
 
 
 class Shown(NamedTuple):
-    """A row as a person gets it. ``model`` is None in the audit: there nothing of the model's answer is shown."""
+    """A row as it is shown to a person. In the audit ``model`` is None, because nothing of the model's answer is
+    shown."""
 
     row: ReviewRow
     value: JsonValue  # the input
@@ -96,7 +97,8 @@ class Shown(NamedTuple):
 
 
 def for_people(record: Record, *, cascade: bool) -> bool:
-    """Return whether a row waits for people: it was escalated to them, or without a cascade, it failed by itself."""
+    """Return whether a row waits for people: it was escalated to them; or, without a cascade, it failed because of its
+    content."""
     if cascade or record.get("waits_for") is not None:
         return record.get("waits_for") == PEOPLE
     error = record.get("error")
@@ -104,14 +106,14 @@ def for_people(record: Record, *, cascade: bool) -> bool:
 
 
 def for_models(record: Record) -> bool:
-    """Return whether a model still has to answer a row: it waits for one, or failed for a reason outside of it."""
+    """Return whether a model must still answer a row: the row waits for one, or failed for a reason outside of it."""
     error, waits = record.get("error"), record.get("waits_for")
     failed = not record.get("ok") and isinstance(error, dict) and error.get("type") in OUTSIDE
     return waits not in (None, PEOPLE) or (failed and waits is None)
 
 
 class _Rows:
-    """Where the finished rows of a run are, and what the queues need of them: 17 bytes per row, and the rows to
+    """The places of the finished rows of a run, and what the queues need of them: 17 bytes per row, and the rows to
     repair."""
 
     def __init__(self, run: RunReader, is_for_people: Callable[[Record], bool]) -> None:
@@ -159,7 +161,7 @@ class _Rows:
             self.repair[index] = -known, ReviewRow(index, name, REPAIR, input_digest(record.get("input")))
 
     def first(self, count: int, most: float) -> list[int]:
-        """Return the first rows of the audit's order. ``most`` is the share of all hashes in which they must be."""
+        """Return the first rows of the audit's order. ``most``: only rows in this lower share of all hashes."""
         limit = int(most * 2**64)
         ranked = ((self._ranks[index], index) for index, place in enumerate(self._places) if place >= 0)
         return [index for rank, index in heapq.nsmallest(count, ranked) if rank < limit]
@@ -177,8 +179,8 @@ class _Rows:
 
 
 def answered_failures(run: RunReader) -> dict[int, bytes]:
-    """Return the rows that failed and for which people have decided, with the digests of their inputs: asking models
-    about them again would be paid for nothing. Reads all results if there is a review."""
+    """Return the failed rows that people have decided, with the digests of their inputs. Models are not asked about
+    them again, because that would be paid for nothing. Reads all results if there is a review."""
     with closing(log_of(run)) as log:
         if not log.exists():
             return {}
@@ -192,8 +194,8 @@ def answered_failures(run: RunReader) -> dict[int, bytes]:
 
 
 class PeopleReview:
-    """The review of a run; of a pipeline, of a stage, or of its last one. ``overlap`` and ``lease`` replace the run's
-    options."""
+    """The review of a run; of a pipeline, that of a stage or of the last stage. ``overlap`` and ``lease`` replace the
+    run's options."""
 
     def __init__(
         self, whole: RunReader, stage: str = "", *, overlap: float | None = None, lease: float | None = None
@@ -232,7 +234,7 @@ class PeopleReview:
     def open(
         cls, run: str | RunPlace, stage: str = "", *, overlap: float | None = None, lease: float | None = None
     ) -> Self:
-        """Return the review of a run, with what is known of it now. It closes the record too."""
+        """Return the review of a run, with all rows and events read so far. Closing it also closes the record."""
         with ExitStack() as opened:
             review = cls(opened.enter_context(open_run(run)), stage, overlap=overlap, lease=lease)
             opened.callback(review._closing.close)
@@ -257,7 +259,7 @@ class PeopleReview:
         self.log.catch_up(self.review)
 
     def _is_answer(self, output: JsonValue, queue: Queue) -> bool:
-        """Return whether a recorded answer still is one: the schema may have changed since."""
+        """Return whether a recorded answer is still valid: the schema may have changed since."""
         try:
             self.form.read(output, queue)
         except ValueError:
@@ -267,7 +269,7 @@ class PeopleReview:
     # The queues
 
     def queue(self, only: Queue | None = None) -> list[ReviewRow]:
-        """Return the rows that people see, judged ones included, in the order in which they come."""
+        """Return the rows that people see, with those that are judged, in the order in which they are shown."""
         audit = self._audited()
         if only == AUDIT:
             return audit
@@ -287,8 +289,8 @@ class PeopleReview:
         return self._repair[1]
 
     def _audited(self) -> list[ReviewRow]:
-        """Return the rows of the audit, in its order. While the run works, only those that will certainly be near its
-        head: a row that ends later may come before others."""
+        """Return the rows of the audit, in its order. While the run works, only those that are certain to be near the
+        beginning: a row that ends later may come before others."""
         if self.promise is not None:
             return self.promise.audit()
         count = self.review.audit_rows
@@ -309,8 +311,8 @@ class PeopleReview:
                 yield ReviewRow(index, str(record.get("job_id")), queue, input_digest(record.get("input")))
 
     def _goes_to_repair(self, row: ReviewRow) -> bool:
-        """Return whether a row of the audit needs a repair after it: it was skipped for good, or the answers of
-        people lack fields that the model has none for."""
+        """Return whether a row of the audit needs a repair afterwards: it was skipped for good; or people left fields
+        empty, and the model has no value for them."""
         verdict = self.review.verdict(row.row, AUDIT, row.input)
         if verdict.kind != "answer":
             return verdict.kind == "skipped"
@@ -318,7 +320,7 @@ class PeopleReview:
         return record is not None and not self.fits(self.form.merged(record.get("output"), verdict.output))  # type: ignore[arg-type]
 
     def left(self, who: str = "") -> dict[Queue, Left]:
-        """Return what is left of each queue."""
+        """Return the counts of rows that are left in each queue."""
         left = self.review.left(self.queue(), who)
         more = 0 if self.promise is None else self.promise.unjudged()[-1]
         audit = left[AUDIT]
@@ -326,11 +328,11 @@ class PeopleReview:
 
     @property
     def waiting(self) -> int:
-        """The number of rows that have no answer of people that counts."""
+        """The number of rows without an answer of people that counts."""
         return sum(left.open + left.disputed for left in self.left().values())
 
     def audit(self, rows: int, who: str) -> None:
-        """Let people audit the first ``rows`` rows of the order, unless these are audited already."""
+        """Let people audit the first ``rows`` rows of the order, unless as many are audited already."""
         if self.promise is not None:
             raise SpecError("the promise of this run says which rows are audited: leave out --audit")
         self.catch_up()
@@ -342,7 +344,8 @@ class PeopleReview:
         self.log.change(self.review, decide)
 
     def prepare(self) -> None:
-        """Read what is new, before rows are given to a person: the audit of a promise records their answers first."""
+        """Read new rows and events before rows are given to a person. For the audit of a promise, the answers of the
+        next rows are recorded first."""
         self.catch_up()
         if self.promise is not None:
             self.promise.freeze()
@@ -387,7 +390,7 @@ class PeopleReview:
         return files[number]
 
     def records(self, rows: Sequence[ReviewRow]) -> list[Record]:
-        """Return the records of these rows; an empty one for a row that is not in the record any more."""
+        """Return the records of these rows; {} for a row that is no longer in the record."""
         return [{} if each is None else each for each in self._rows.records([row.row for row in rows])]
 
     def leave(self, who: str) -> None:
@@ -406,8 +409,9 @@ class PeopleReview:
     def judge(
         self, who: str, row: int, queue: Queue, kind: EventKind, given: JsonValue = None, digest: str = ""
     ) -> PeopleVerdict:
-        """Take what a person says of a row: ``answer`` with the values that were ``given``, ``none`` or ``skip``.
-        Raises Refusal. ``digest``: that of the input that the person saw."""
+        """Record what a person says of a row: ``answer`` with the values in ``given``, ``none`` (no right answer
+        exists) or ``skip``. Returns the verdict. Raises Refusal. ``digest`` is that of the input that the person
+        saw."""
         name = checked_name(who)
         self._rows.catch_up()
         self.log.catch_up(self.review)
@@ -428,8 +432,9 @@ class PeopleReview:
         return self.review.verdict(place.row, place.queue, place.input)
 
     def undo(self, who: str) -> Shown | None:
-        """Take back a person's latest judgement or skip, and give the row to that person again. None if the row is in
-        no queue now. Raises Refusal if there is nothing to undo, or a blind judgement would not be blind any more."""
+        """Take back a person's latest judgement or skip, and give that row to the person again. Returns None if the row
+        is in no queue now. Raises Refusal if there is nothing to undo, or if the person has seen the model's answer
+        since, so that a blind judgement is no longer possible."""
         name = checked_name(who)
         self._rows.catch_up()
 
@@ -451,13 +456,13 @@ class PeopleReview:
         return None if given is None else self._shown(*given)
 
     def row(self, row: int, queue: Queue) -> ReviewRow | None:
-        """Return a row of a queue; None if it is not there. A row that the models answer again stays where it was
-        judged."""
+        """Return a row of a queue; None if it is not in it. A row that the models answer again stays in the queue in
+        which it was judged."""
         return next((each for each in self.queue(queue) if each.row == row), None)
 
     def read(self, given: JsonValue, row: ReviewRow) -> JsonValue:
-        """Return the answer in what a person gave; in a repair, with the fields that the model has and the person left
-        open. Raises Refusal."""
+        """Return the answer that a person gave. In a repair, fields that the person left empty get the model's values.
+        Raises Refusal."""
         model: JsonValue = None
         if row.queue == REPAIR:
             [record] = self._rows.records([row.row])
@@ -474,7 +479,7 @@ class PeopleReview:
         return output
 
     def problem(self, output: JsonValue) -> str | None:
-        """Return why an answer does not fit the schema; None if it does."""
+        """Return the reason why an answer does not fit the schema; None if it does."""
         if self.schema is None:
             return None
         try:
@@ -489,13 +494,14 @@ class PeopleReview:
     # What is delivered
 
     def verdict(self, record: Record) -> PeopleVerdict:
-        """Return what people say of a row: in the audit if it decided, else in the repair."""
+        """Return the verdict of people on a row: that of the audit if it is decided, else that of the repair."""
         index, digest = cast(int, record["index"]), input_digest(record.get("input"))
         every = [self.review.verdict(index, queue, digest) for queue in QUEUES]
         return next((each for each in every if each.decided), PeopleVerdict())
 
     def delivered(self, record: Record) -> Record:
-        """Return a record with the answer of people, if there is one, and that of the model as ``model``."""
+        """Return a record with the answer of people, if there is one. The answer of the model is then under
+        ``model``."""
         verdict, model = self.verdict(record), cast(JsonValue, record.get("output"))
         if verdict.decided:
             record = {name: value for name, value in record.items() if name not in ("escalated", "waits_for")}
@@ -510,7 +516,7 @@ class PeopleReview:
         return found
 
     def lines(self, who: str = "") -> list[str]:
-        """Return what has been judged and what is left, in words."""
+        """Return lines that say what was judged and what is left."""
         left = self.left(who)
         core = self.review
         said = list[str]()
@@ -539,7 +545,7 @@ class PeopleReview:
         return said
 
     def to_json(self) -> JsonObject:
-        """Return the same as one object."""
+        """Return what was judged and what is left, as one object."""
         agreement: JsonObject = {}
         for queue in QUEUES:
             if (found := self.review.agreement(queue)) is not None:
@@ -556,7 +562,7 @@ class PeopleReview:
 
     @property
     def voided(self) -> int:
-        """The number of judgements that do not count, because their row was edited since."""
+        """The number of judgements that do not count because their row was edited since."""
         known = self._rows.version, self.log.count
         if self._void[0] == known:
             return self._void[1]
@@ -569,19 +575,19 @@ class PeopleReview:
 
     @property
     def outdated(self) -> bool:
-        """Whether the schema or the options of the run are not those that this object knows."""
+        """Whether the schema or the options of the run have changed since this object was made."""
         facts = self.run.kept_facts()
         return bool(facts) and (facts.get(SCHEMA), facts.get(REVIEWED)) != self._known
 
     @property
     def begun(self) -> bool:
-        """Whether people have judged a row."""
+        """Whether people have judged any row."""
         return bool(self.review.people)
 
     @property
     def models_have_work(self) -> bool:
-        """Whether the models have something to do that no process does now: rows that are not done, that failed for a
-        reason outside of them, or that wait for a model; or what the promise needs next."""
+        """Whether the models have work left that no process does now: rows that are not done, that failed for a reason
+        outside of them, or that wait for a model; or rows that the promise needs next."""
         state = self.whole.view().state
         if state in ("starting", "running"):
             return False
@@ -594,8 +600,8 @@ class PeopleReview:
 
 
 def form_of(schema: OutputSchema[object] | None, *, typed: bool, promise: object = None) -> ReviewForm:
-    """Return the form of answers with this schema. ``typed``: it is known, None meaning text. A ``promise`` about one
-    field asks for that field alone."""
+    """Return the form of answers with this schema. ``typed``: the schema is known; a known schema of None means text.
+    If a ``promise`` is about one field, the form asks only for that field."""
     names = fields_in(None if schema is None else schema.written_schema)
     gold = checked_gold({name: name for name in names or [OUTPUT]}, schema, known=typed)
     promised = promise.get("field") if isinstance(promise, dict) else None
@@ -604,7 +610,7 @@ def form_of(schema: OutputSchema[object] | None, *, typed: bool, promise: object
 
 
 def model_answer(record: Record) -> JsonObject:
-    """Return what the models have said of a row, for a person who repairs it."""
+    """Return the model's answer to a row, for a person who repairs it."""
     error = record.get("error")
     earlier = record.get("earlier")
     return {
@@ -618,7 +624,7 @@ def model_answer(record: Record) -> JsonObject:
 
 
 def checked_name(who: object) -> str:
-    """Return the name of a person. Raises Refusal if it cannot be one."""
+    """Return the name of a person. Raises Refusal if it is invalid."""
     name = " ".join(who.split()) if isinstance(who, str) else ""
     if not name or not name.isprintable() or len(name) > LONGEST_NAME or not person(name):
         raise Refusal(f"a name of 1 to {LONGEST_NAME} characters is needed, not {shown_cell(who)}")
@@ -635,7 +641,7 @@ def _number(*given: object) -> float:
 
 
 def is_run(given: object) -> bool:
-    """Return whether an option names a recorded run: the URL of one in Redis, or its directory."""
+    """Return whether an option names a recorded run: its directory, or its URL in Redis."""
     if isinstance(given, str) and given.startswith(tuple(f"{scheme}://" for scheme in SCHEMES)):
         return True
     try:
@@ -645,7 +651,7 @@ def is_run(given: object) -> bool:
 
 
 def given_gold(given: GivenGold) -> GivenGold:
-    """Return gold as it is read: of a run, the answers of people in its audit."""
+    """Return the gold that an option gives. If it names a run, this is the answers of people in its audit."""
     if not is_run(given):
         return given
     with PeopleReview.open(cast("str | Path", given)) as review:
@@ -658,8 +664,8 @@ def review_command_of(name: str, stage: str = "") -> str:
 
 
 def people_of(run: RunReader, stage: str = "") -> PeopleReview | None:
-    """Return the review of a run that people work on, or that needs people. None for any other run: there, rows that
-    failed are for the models to try again. Close it."""
+    """Return the review of a run if people work on it, or if it needs people. None for other runs: there, the models
+    try failed rows again. The caller closes it."""
     try:
         review = PeopleReview(run, stage)
     except SpecError:  # there is no run, or its last stage has not begun
@@ -673,7 +679,8 @@ def people_of(run: RunReader, stage: str = "") -> PeopleReview | None:
 
 
 def reviews_of(run: RunReader) -> Iterator[tuple[str, PeopleReview]]:
-    """Yield the reviews of a run with the names of their stages; "" if it has no stages. Each is closed afterwards."""
+    """Yield the names of a run's stages with their reviews; "" for a run without stages. Each review is closed
+    afterwards."""
     for stage in run.begun_stages() or [""]:
         if (review := people_of(run, stage)) is not None:
             with review:
@@ -681,8 +688,8 @@ def reviews_of(run: RunReader) -> Iterator[tuple[str, PeopleReview]]:
 
 
 def waiting_words(run: RunReader, name: str = "") -> str:
-    """Return how many rows wait for people, with the command for them; "" if none does. In a pipeline, a line for each
-    stage. ``name`` is that of the run for a command line."""
+    """Return text that says how many rows wait for people, with the command for them; "" if none waits. For a pipeline
+    it has a line for each stage. ``name`` is the run's name on a command line."""
     said: list[str] = []
     last = (stage_names(run.facts()) or [""])[-1]
     for stage, review in reviews_of(run):
@@ -693,7 +700,7 @@ def waiting_words(run: RunReader, name: str = "") -> str:
 
 
 def review_gold(review: PeopleReview) -> Mapping[str, Mapping[str, JsonValue]]:
-    """Return the answers of a finished audit by id and field. Raises SpecError if it is not finished."""
+    """Return the answers of a finished audit, by id and field. Raises SpecError if it is not finished."""
     review.catch_up()
     rows = review.queue(AUDIT)
     name, command = review.whole.name, review_command_of(review.whole.name)

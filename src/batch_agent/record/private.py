@@ -1,4 +1,4 @@
-"""Files for their owner only: those of a run directory, and directories of sockets."""
+"""Files that only their owner can read: those of a run directory, and directories of sockets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def private(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def socket_folder() -> Path:
-    """Return a new temporary directory for a socket. Those of processes that were killed are removed. Blocks."""
+    """Return a new temporary directory for a socket. Directories of killed processes are removed. Blocks."""
     # Another process may remove its own meanwhile, which ``Path.glob`` does not take.
     for path in map(Path, glob(f"{escape(tempfile.gettempdir())}/{SOCKETS}*/*")):  # noqa: PTH207
         with suppress(OSError), socket.socket(socket.AF_UNIX) as probe:

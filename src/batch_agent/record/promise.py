@@ -56,20 +56,21 @@ NextStep = Literal["models", "audit", "repair"]
 
 
 def row_digest(name: str, content: bytes) -> int:
-    """Return the digest of a row, of its id and the digest of its input (``keys.row_of``). The sum over all rows is
-    that of the table, in any order."""
+    """Return the digest of a row, from its id and the digest of its input (``keys.row_of``). The sum over all rows
+    identifies the table, in any order."""
     return int.from_bytes(blake2b(content + name.encode("utf-8", "surrogatepass"), digest_size=16).digest())
 
 
 def audit_key(promise: Promise, rows: int, digest: str, beacon: str | None) -> str:
-    """Return the key that draws the rows of the audit. It is made of the rows and the promise, so it is not chosen."""
+    """Return the key that draws the rows of the audit. It follows from the rows and the promise, so that people cannot
+    choose it."""
     made = [promise.field, str(promise.share), rows, digest, beacon or ""]
     return blake2b(to_json(made), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class PromiseFacts:
-    """What a run records of its promise at its start."""
+    """What a run records about its promise when it starts."""
 
     promise: Promise
     rows: int
@@ -94,7 +95,7 @@ class PromiseFacts:
 
     @classmethod
     def of(cls, facts: JsonObject) -> PromiseFacts | None:
-        """Return what a record says; None if its run has no promise."""
+        """Return the promise in the facts of a record; None if the run has none."""
         known = facts.get(PROMISE)
         if not isinstance(known, dict) or not known.get("key"):
             return None
@@ -108,10 +109,10 @@ class PromiseFacts:
 
 
 class PromiseStanding(NamedTuple):
-    """How a promise stands. ``bound`` and ``measured`` are shares of wrong rows of the table at ``threshold``, None if
-    nothing is proved or seen. ``left`` are judgements at 80 %, ``cost`` their price. ``error`` is that of people,
-    ``twice`` the rows that two of them judged. ``next`` is what comes next. ``voided`` says why an audit in which
-    people had judged rows began again, or ""."""
+    """How a promise stands. ``bound`` and ``measured`` are shares of wrong rows in the table at ``threshold``; None if
+    nothing is proved, or no row was seen. ``left``: the 80 % interval of the judgements that are left; ``cost``: their
+    price. ``error``: the error of people; ``twice``: number of rows that two people judged. ``next``: what must be done
+    next. ``voided``: the reason why an audit in which people had judged rows began again, or ""."""
 
     state: PromiseState
     text: str
@@ -141,7 +142,8 @@ class PromiseStanding(NamedTuple):
 
     @property
     def left_words(self) -> str:
-        """The judgements left; an interval wider than a factor of ten says only how many at least."""
+        """The judgements that are left, as text. If the interval is wider than a factor of ten, only its lower end is
+        given."""
         if self.left is None:
             return ""
         low, high = self.left
@@ -153,7 +155,7 @@ class PromiseStanding(NamedTuple):
         return words
 
     def lines(self, run: str = "") -> list[str]:
-        """Return how it stands, for a person. ``run`` is the name of the run for commands."""
+        """Return lines that say how the promise stands. ``run`` is the run's name in commands."""
         state = "not yet kept" if self.state == "not yet" else self.state
         found = [f"{self.text} is {state}: {self.why}"]
         if self.bound is not None:
@@ -185,7 +187,7 @@ class PromiseStanding(NamedTuple):
 
 
 class RunPromise:
-    """The promise of a run. ``review`` has the events of ``log``; who holds both catches them up."""
+    """The promise of a run. ``review`` has the events of ``log``; the owner of both keeps them up to date."""
 
     def __init__(
         self,
@@ -198,7 +200,8 @@ class RunPromise:
         looks: int = 0,
         overlap: float = 0.0,
     ) -> None:
-        """``looks``: how many other prompts were scored on the gold before: then it is no truth for this one."""
+        """``looks``: how many other prompts were scored on this gold before. If there are any, gold of a pilot is no
+        truth for this prompt."""
         self._run = run
         self.known = known
         self.review = review
@@ -242,13 +245,13 @@ class RunPromise:
         self._scan.catch_up()
 
     def priced(self, promise: Promise) -> Self:
-        """Return another promise about the same table, measured by the audit of this one. That proves nothing: the rows
-        were not drawn for it."""
+        """Return another promise about the same table, measured by the audit of this one. It proves nothing, because
+        the rows were not drawn for it."""
         known, looks = replace(self.known, promise=promise), int(self.looked)
         return type(self)(self._run, known, self.review, self.log, gold=self._gold, looks=looks, overlap=self._overlap)
 
     def recounted(self, counts: FinishedDoubts, order: Sequence[int]) -> None:
-        """Use counts of the rows and an order of the audit that were made by a reader of its own."""
+        """Use these counts of the rows and this order of the audit, which another reader has made."""
         self._scan.close()
         self._scan = counts
         self._head = [*order]
@@ -261,7 +264,8 @@ class RunPromise:
         return [index for index, _ in head_rows(self._run)]
 
     def _order(self, place: int) -> int | None:
-        """Return the row at a place of the order; None if it is unknown yet, or behind the last."""
+        """Return the row at a place of the order; None if it is not known yet, or if the place is behind the last
+        row."""
         if place < len(self._head):
             return self._head[place]
         if self._scan.done < self.known.rows or place >= self.known.rows:
@@ -274,7 +278,7 @@ class RunPromise:
 
     @property
     def begun(self) -> Event | None:
-        """The event that began the audit; None if there is none of this prompt and these rows."""
+        """The event that began the audit; None if there is no audit of this prompt and these rows."""
         found = self.review.thresholds
         if found is None or (found.id, found.input) != (self.known.key, self._asked):
             return None
@@ -282,7 +286,8 @@ class RunPromise:
 
     @property
     def voided(self) -> str:
-        """Why an audit in which people had judged rows began again, or does now; "" if none did."""
+        """The reason why an audit in which people had judged rows began again, or must begin again; "" if there is
+        none."""
         found = self.review.thresholds if self.begun is None else self.review.replaced
         if found is None:
             return ""
@@ -293,7 +298,7 @@ class RunPromise:
         return f"the {what} changed after the audit began, so it {how} again{old}"
 
     def order_before(self) -> list[int]:
-        """Return the rows of the order before those of the audit."""
+        """Return the rows of the order that come before those of the audit."""
         return [index for place in range(self.before) if (index := self._order(place)) is not None]
 
     @property
@@ -303,13 +308,13 @@ class RunPromise:
 
     @property
     def before(self) -> int:
-        """Number of rows of the order before those of the audit."""
+        """Number of rows of the order that come before those of the audit."""
         found = self.begun
         return 0 if found is None else found.rows
 
     def freeze(self) -> None:
-        """Record the thresholds, and the answers of the rows that people may see next. Call it before a row is given
-        to a person, and before a result of the audit is used."""
+        """Record the thresholds, and the answers of the rows that people may see next. Call it before a row is given to
+        a person, and before a result of the audit is used."""
         self._scan.catch_up()
 
         def decide(now: float) -> tuple[list[Event], None]:
@@ -328,8 +333,8 @@ class RunPromise:
         self.log.change(self.review, decide)
 
     def _next_offset(self) -> int:
-        """Return how many rows of the order come before those of an audit that begins now: a prompt that was changed
-        after rows were audited is proved on the next ones."""
+        """Return how many rows of the order come before an audit that begins now. If a prompt was changed after rows
+        were audited, it is proved on the rows after these."""
         found = self.review.thresholds
         least = self.known.pilot if self.looked else 0
         if found is None or found.id != self.known.key:
@@ -353,14 +358,14 @@ class RunPromise:
         )
 
     def _wanted(self, begun: Event) -> int:
-        """Return how many rows the audit should have."""
+        """Return how many rows the audit must have."""
         if begun is not self.review.thresholds:
             return self.known.first
         walk, work, _ = self._walked()
         return walk.drawn + work.audit
 
     def _ready(self, before: int, wanted: int, frozen: Mapping[int, Event]) -> Iterator[int]:
-        """Yield the rows of the audit's head that can be frozen now."""
+        """Yield the rows at the beginning of the audit that can be frozen now."""
         for place in range(before, before + wanted):
             index = self._order(place)
             if index is None or not self._scan.is_done(index):
@@ -399,8 +404,9 @@ class RunPromise:
         return found
 
     def unjudged(self) -> tuple[int, int, int]:
-        """Return how many more random rows people judge as far as is known, how many of them the models are done with,
-        and how many of these ``audit`` gets when a person asks for a row: their answers are recorded then."""
+        """Return three numbers: how many more random rows people must judge, as far as is known; how many of these the
+        models have finished; and how many of those ``audit`` returns, whose answers are recorded when a person asks for
+        a row."""
         walk, work, _ = self._walked()
         wanted = walk.drawn + work.audit
         before = self._next_offset() if self.begun is None else self.before
@@ -410,7 +416,7 @@ class RunPromise:
 
     def repair(self) -> Sequence[tuple[float, ReviewRow]]:
         """Return the rows that people should repair, each with its doubt: those above the threshold that the audit has
-        reached, once it has."""
+        reached. Empty before that."""
         if self.begun is None:
             return ()
         _, work, _ = self._walked()
@@ -432,14 +438,14 @@ class RunPromise:
                     yield doubts[index], ReviewRow(index, str(record.get("job_id")), REPAIR, digest)
 
     def audit_events(self) -> list[Event]:
-        """Return the frozen answers of the audit, without an order."""
+        """Return the frozen answers of the audit, in any order."""
         return [] if self.begun is None else [*self.review.frozen.values()]
 
     # What is proved
 
     def audited(self) -> Iterator[tuple[Event, bool, JsonValue]]:
-        """Yield the rows of the audit that count, in its order: the frozen answer, whether it is wrong, and the right
-        values, None if there are none."""
+        """Yield the rows of the audit that count, in its order: the event with the frozen answer, whether the answer is
+        wrong, and the right values (None if there are none)."""
         place = self.before
         for _ in outcomes_in_order(self.outcomes()):
             index = self._order(place)
@@ -451,7 +457,7 @@ class RunPromise:
 
     def outcomes(self) -> Iterator[tuple[int, bool] | None]:
         """Yield, for each row of the audit in its order, its band and whether its frozen answer is wrong; None if that
-        is open."""
+        is not decided."""
         thresholds = self.thresholds
         place = self.before
         while (index := self._order(place)) is not None and (event := self.review.frozen.get(index)) is not None:
@@ -460,7 +466,7 @@ class RunPromise:
             place += 1
 
     def _wrong(self, event: Event, place: int) -> bool | None:
-        """Return whether a frozen answer is wrong; None if it is not judged."""
+        """Return whether a frozen answer is wrong; None if no person has judged it."""
         answer = cast(JsonObject, event.output)
         right = self._right(event, place)
         if right is None:
@@ -471,7 +477,7 @@ class RunPromise:
         return not all(_agrees(field, output, right) for field in self.fields.values())
 
     def _right(self, event: Event, place: int) -> JsonObject | Literal[False] | None:
-        """Return the right answer of a row; False if there is none, None if it is unknown yet."""
+        """Return the right answer of a row; False if no right answer exists, None if it is not known yet."""
         truth = self.known.truth
         if truth in (None, "gold") and not self.looked and place < self.known.pilot:
             values = self._gold_of(event.row, event.id)
@@ -488,7 +494,7 @@ class RunPromise:
         return {name: field.take(output) for name, field in self.fields.items()}
 
     def _gold_of(self, row: int, name: str) -> JsonObject | None:
-        """Return the gold of a row that has some for all promised fields."""
+        """Return the gold of a row if it has gold for all promised fields; else None."""
         found = None if self._gold is None else self._gold.place(row, name)
         if found is None or self._gold is None:
             return None
@@ -496,7 +502,7 @@ class RunPromise:
         return dict(values) if self.fields.keys() <= values.keys() else None
 
     def _walked(self) -> tuple[Walk, Workload, list[int]]:
-        """Return the tests so far, what is to be done next, and the number of judged rows in each band."""
+        """Return the tests so far, what must be done next, and the number of judged rows in each band."""
         version = self._scan.version, self.log.count, self.review.thresholds
         if self._known_walk is None or self._known_walk[0] != version:
             self._known_walk = version, self._walk()
@@ -522,7 +528,7 @@ class RunPromise:
         return walk, plan(walk, judged, first=known.first), judged
 
     def _judged(self) -> dict[int, bool]:
-        """Return the rows for which people decided, with whether there is a right answer."""
+        """Return the rows that people have decided, each with whether a right answer exists."""
         found: dict[int, bool] = {}
         judged = [*self.review.judged_rows()]
         digests = self._scan.digests({row for row, _ in judged})
@@ -533,8 +539,8 @@ class RunPromise:
         return found
 
     def _before_wrong(self, error: float) -> float:
-        """Return how many of the rows before the audit count as wrong: those that people have answered with people's
-        own error, those with gold if they are wrong, and all others."""
+        """Return how many of the rows before the audit count as wrong. Rows that people have answered count with the
+        error of people; rows with gold count if they are wrong; all others count."""
         judged, found = self._judged(), 0.0
         rows = self.order_before()
         for index, record in zip(rows, self._scan.records(rows), strict=True):
@@ -549,13 +555,13 @@ class RunPromise:
         return round(found, 6)
 
     def _error(self) -> tuple[float, int]:
-        """Return the error of people, and on how many rows that were judged twice it was measured."""
+        """Return the error of people, and the number of rows judged twice from which it was measured."""
         agreement = self.review.agreement()
         pairs, same = (0, 0) if agreement is None else (agreement.rows, agreement.right)
         return people_error(pairs - same, pairs, self.known.people_error), pairs
 
     def standing(self, *, spent: float | None = None) -> PromiseStanding:
-        """Return how the promise stands. ``spent`` is the cost of the models."""
+        """Return how the promise stands. ``spent``: what the models have cost."""
         self._scan.catch_up()
         known, scan = self.known, self._scan
         walk, work, judged = self._walked()
@@ -597,7 +603,7 @@ class RunPromise:
         )
 
     def _now(self, tables: Tables) -> Tables:
-        """Return the tables as they are: rows that are sent on and not repaired yet are wrong."""
+        """Return the tables of the present moment, in which rows that are sent on and not repaired yet are wrong."""
         judged, thresholds = self._judged(), self.thresholds
         answered = [0] * (len(thresholds) + 1)
         for index, has_answer in judged.items():
@@ -607,7 +613,7 @@ class RunPromise:
         return replace(tables, lost=lost)
 
     def _kept(self, walk: Walk) -> int | None:
-        """Return the last threshold whose table keeps the promise as it is now, or None."""
+        """Return the last threshold whose table keeps the promise now; None if there is none."""
         if walk.passed is None or self._scan.done < self.known.rows or self.begun is None:
             return None
         for place in range(walk.passed, -1, -1):
@@ -619,7 +625,7 @@ class RunPromise:
         return None
 
     def _open(self, walk: Walk, work: Workload, judged: Sequence[int], spent: float | None) -> tuple[PromiseState, str]:
-        """Return the state of a promise that is not kept yet, and why."""
+        """Return the state of a promise that is not kept yet, and the reason."""
         known, used = self.known, self.review.judgements
         limits = [math.inf if known.max_people is None else known.max_people - used]
         if known.max_cost is not None and known.price:
@@ -668,7 +674,7 @@ class RunPromise:
         return "repair" if work.repair else "models"
 
     def _coverage(self) -> float:
-        """Return the share of rows that have an answer, of the models or of people."""
+        """Return the share of rows that have an answer of the models or of people."""
         more = 0
         for index, answered in self._judged().items():
             if self._scan.is_done(index):
@@ -678,7 +684,7 @@ class RunPromise:
 
     @property
     def truth(self) -> str:
-        """Whose answers are taken to be right, in words."""
+        """Text that says whose answers count as right."""
         by_gold = sum(
             not self.looked
             and self.known.truth in (None, "gold")

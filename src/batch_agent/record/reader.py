@@ -65,12 +65,10 @@ AGENTS_AT_ONCE = 20_000  # journal records read in one transaction
 
 @dataclass(frozen=True, slots=True)
 class RunSnapshot:
-    """A run at one moment. ``latest`` counts its finished rows, and the tokens and $ of all its sessions. ``fresh`` are
-    the rows that the latest session finished itself.
-
-    ``stages`` are the stages of a pipeline that have begun, by name and in order; ``stage_names`` returns all. The only
-    row of a pipeline's own record is the pipeline itself.
-    """
+    """The state of a run at one moment. ``latest`` counts its finished rows, and the tokens and $ of all its sessions.
+    ``fresh``: number of rows that the latest session finished itself. ``stages``: the stages of a pipeline that have
+    begun, by name and in order; ``stage_names`` returns all stages. The only row of a pipeline's own record is the
+    pipeline itself."""
 
     name: str  # the place as given on a command line, without a password
     facts: JsonObject
@@ -136,13 +134,13 @@ class UnfinishedRow:
 
     @property
     def past(self) -> Past | None:
-        """Its latest agent, or None if no step is recorded."""
+        """The latest agent of the row; None if no step is recorded."""
         return past_of(self.steps) if self.steps else None
 
 
 class RowLines(ABC):
-    """The result lines of a run, in the order in which rows end. ``place`` is where ``read`` finds a line again. Of two
-    lines of a row the later one is valid."""
+    """The result lines of a run, in the order in which rows end. ``read`` returns a line again by its ``place``. If a
+    row has two lines, the later one is valid."""
 
     @property
     def torn(self) -> int:
@@ -155,14 +153,15 @@ class RowLines(ABC):
 
     @abstractmethod
     def progress(self) -> tuple[int, int]:
-        """Return how much was read, and how much there is."""
+        """Return how much of the lines was read, and how much there is."""
 
     @abstractmethod
     def block(self) -> list[tuple[int, Record]]:
         """Return the next records with their places; an empty list when all are read."""
 
     def counted_block(self) -> list[tuple[int, int, bool]]:
-        """Return the same as places, indexes and whether the rows are ok, without the records if that is faster."""
+        """Return places and indexes of the next rows, and whether they are ok; it may be faster than ``block``, because
+        it needs no records."""
         return [(place, cast(int, record["index"]), bool(record["ok"])) for place, record in self.block()]
 
     @abstractmethod
@@ -171,7 +170,7 @@ class RowLines(ABC):
 
     @abstractmethod
     def read(self, places: Sequence[int]) -> list[Record | None]:
-        """Return the records at these places; None where there is none any more."""
+        """Return the records at these places; None for a place that no longer has one."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -256,7 +255,7 @@ class RunReader(ABC):
         """Return the content of ``run.json``; for a run in Redis, with what workers need (``spec``)."""
 
     def kept_facts(self) -> JsonObject:
-        """Return the same; {} if there is no run, or if it cannot be read."""
+        """Return the content of ``run.json``; {} if there is no run, or if it cannot be read."""
         try:
             return self.facts()
         except (SpecError, StoreError):
@@ -267,7 +266,7 @@ class RunReader(ABC):
 
     @abstractmethod
     def stage(self, name: str) -> RunReader:
-        """Return the reader of a stage. Close it like any other."""
+        """Return the reader of a stage. The caller closes it."""
 
     def begun_stages(self) -> list[str]:
         """Return the names of the stages that have a record, in order."""
@@ -293,8 +292,8 @@ class RunReader(ABC):
     @abstractmethod
     def recorded(self, fingerprint: str | None, *, forced: bool) -> Iterator[RecordedRow] | None:
         """Return the rows that have begun, with the digests by which they are found; None if there is no journal.
-        ``fingerprint`` is that of the answers of a user's worker: those to another one count as begun. ``forced``:
-        answers that were kept by force count as answers."""
+        ``fingerprint`` identifies the answers of the present user's worker: rows with answers to another one count as
+        begun. ``forced``: answers that were kept by force count as answers."""
 
     def past(self, place: int, record: Record) -> Past | None:
         """Return the agent of a finished row; None if it is not recorded."""
@@ -316,10 +315,10 @@ class RunReader(ABC):
 
     @abstractmethod
     def kept_lines(self, name: str) -> Iterator[bytes]:
-        """Yield the lines of a file that the run keeps beside its rows; none if it is not there."""
+        """Yield the lines of a file that the run keeps beside its rows; nothing if the file does not exist."""
 
     def gold_lines(self) -> list[bytes]:
-        """Return the gold of the run; none if it has no gold."""
+        """Return the lines of the run's gold; [] if it has none."""
         return [*self.kept_lines(GOLD)]
 
     @abstractmethod
@@ -345,7 +344,7 @@ class RunReader(ABC):
 
 
 def open_run(run: str | RunPlace) -> RunReader:
-    """Return the reader of a run. There need not be a run yet. Raises SpecError for an invalid URL."""
+    """Return the reader of a run, which need not exist yet. Raises SpecError for an invalid URL."""
     place = place_of(run) if isinstance(run, str) else run
     if isinstance(place, Path):
         return DirectoryReader(place)
@@ -411,7 +410,8 @@ def row_name(value: object, index: int, id_column: object = None, name: str | No
 
 
 class DirectoryReader(RunReader):
-    """A run directory, also while a process works on it. ``whole`` is the pipeline that it is a stage of."""
+    """Reads a run directory, also while a process works there. ``whole`` is the reader of the pipeline, if this is one
+    of its stages."""
 
     path: Path
 
@@ -691,10 +691,11 @@ def parsed(line: bytes) -> Record | None:
 
 
 class _Agents:
-    """The recorded agents of a journal. It is ordered by agent; the row of an agent is known by the hash of its input.
+    """The agents that a journal has recorded. The journal is ordered by agent; the row of an agent is known by the hash
+    of its input.
 
-    While a process writes it, it is read in small parts, with a new connection for each, so that the writer can
-    truncate its log.
+    While a process writes the journal, it is read in small parts, with a new connection for each, so that the writer
+    can truncate its log.
     """
 
     def __init__(self, journal: Path) -> None:
@@ -705,10 +706,10 @@ class _Agents:
         self._read = 0  # id of the last record that was read
 
     def steps_of(self, record: Record, same_before: Callable[[Record], int]) -> list[KeptStep]:
-        """Return the steps of the agent that made this result; empty if it is not recorded.
+        """Return the steps of the agent that made this result; [] if it is not recorded.
 
-        Rows with the same input differ in the times that were measured, which the journal and the result have
-        in common. Rows that agree even in those are taken in order: ``same_before`` counts those before this one.
+        Rows with the same input are distinguished by measured times, which are in the journal and in the result. If
+        even these are equal, rows are taken in order: ``same_before`` counts the equal rows before this one.
         """
         if not self._journal.exists():
             return []
@@ -774,7 +775,7 @@ EXACT = 3
 
 
 def _likeness(steps: Sequence[KeptStep], record: Record) -> int:
-    """Return how well an agent fits a result: 0 it did not end like it, up to EXACT."""
+    """Return how well an agent fits a result: from 0, if it did not end like the result, to EXACT."""
     past, timings = past_of(steps), record.get("timings")
     if past is None or past.done != bool(record.get("ok")):
         return 0

@@ -33,8 +33,8 @@ Call: TypeAlias = tuple[str, bool, CallEnded | None]  # the digest of a recorded
 
 
 class WorkReplay:
-    """``checks``: a recorded answer is used only for the same request. ``wrote`` are the calls of earlier entries of a
-    cascade that may have written: they are not made again."""
+    """The recorded requests and calls of one row. ``checks``: a recorded answer is used only for the same request.
+    ``wrote``: the calls of earlier entries of a cascade that may have written; they are not made again."""
 
     __slots__ = ("_asks", "_calls", "_counts", "_cuts", "_ends", "_freed", "_numbers", "_replies", "_wrote")
 
@@ -64,7 +64,8 @@ class WorkReplay:
         self._add_calls(_calls_of(past.turns))
 
     def _add_calls(self, calls: Iterable[Call]) -> None:
-        """Number calls that are recorded in order, and add them. Those of the same number are replaced."""
+        """Number calls that are recorded in order, and add them. A call replaces an earlier one with the same
+        number."""
         counts: dict[str, int] = {}
         for digest, begun, end in calls:
             key = digest, counts.get(digest, 0)
@@ -85,15 +86,16 @@ class WorkReplay:
         self._wrote.discard(key)
 
     def answer(self, digest: str, place: int | None) -> tuple[int, Reply | None, Compacted | None]:
-        """Return the number of a request that begins, its recorded answer, and the compaction before it. ``place`` is
-        that of a request of the tool loop."""
+        """Return three values for a request that begins: its number, its recorded answer, and the compaction before it;
+        None for what is not recorded. ``place`` is the place of a request of the tool loop."""
         nth = self._take(digest)
         other = digest if place is None else _by_place(place)
         return nth, self._replies.get((digest, nth)) or self._replies.get((other, nth)), self._cuts.get(other)
 
     def call(self, name: str, arguments: str) -> tuple[Key, CallEnded | None, bool]:
-        """Return the digest and number of a call that begins, its recorded end, and whether it may have written: then
-        it must not be made again. The end has no digest if the present conversation of the tool loop has it."""
+        """Return three values for a call that begins: its digest and number; its recorded end, or None; and whether it
+        may have written, so that it must not be made again. The end has no digest if it belongs to the present
+        conversation of the tool loop."""
         digest = call_digest(name, arguments)
         key = digest, self._take(digest)
         return key, self._calls.get(key), key in self._wrote
@@ -107,7 +109,8 @@ class WorkReplay:
         return nth
 
     def give_back(self, digest: str, nth: int) -> None:
-        """Release the number of a request or call that ended without an answer. A recorded one keeps its number."""
+        """Release the number of a request or call that ended without an answer. If an answer is recorded, the number
+        stays taken."""
         key = digest, nth
         if key not in self._replies and key not in self._calls and key not in self._wrote:
             heappush(self._freed.setdefault(digest, []), nth)
@@ -122,8 +125,9 @@ class WorkReplay:
         digests: Sequence[bytes],
         shared: Sequence[Message],
     ) -> Asked:
-        """Return the record of a new answer to a user's worker. ``digests`` is the chain of ``messages``. ``shared``
-        are the messages that all rows begin with. Only messages that no earlier request has are recorded."""
+        """Return the step that records a new answer to a user's worker. ``digests`` is the chain of ``messages``.
+        ``shared`` are the messages with which all rows begin. Only messages that no earlier request has are
+        recorded."""
         if not self._ends:
             self._ends = {ALONE: NO_MESSAGES, SHARED: chain(shared)[-1]}
             self._numbers = {end: number for number, end in reversed(self._ends.items())}
@@ -155,20 +159,20 @@ def chain(messages: Sequence[Message], before: bytes = NO_MESSAGES) -> list[byte
 
 
 def _by_place(place: int) -> str:
-    """Return the name of request number ``place`` (from 0) of the tool loop, for what is recorded without its digest,
-    and for an answer that is used without a check."""
+    """Return a name for request number ``place`` (from 0) of the tool loop. It is used for steps that were recorded
+    without a digest, and for answers that are used without a check."""
     return f"request {place}"
 
 
 def _calls_of(turns: Sequence[PastTurn]) -> Iterator[Call]:
-    """Yield all calls of the tool loop. Those that did not begin have numbers too."""
+    """Yield all calls of the tool loop, with those that did not begin, because they have numbers too."""
     for turn in turns:
         for place, call in enumerate(turn.reply.tool_calls):
             yield call_digest(call.name, call.arguments), place in turn.begun, turn.outcomes.get(place)
 
 
 def writes_of(left: Past) -> Iterator[Call]:
-    """Yield the writes of conversations that the row left: they are not repeated, and reads are."""
+    """Yield the writes of the conversations that a row has left. Writes are not repeated; reads are."""
     if left.left is not None:
         yield from writes_of(left.left)
     for digest, begun, end in _calls_of(left.turns):

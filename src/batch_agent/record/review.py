@@ -1,9 +1,9 @@
-"""What people answer, as a file of the record: a log of events that only grows (``trust/review`` has their meaning).
+"""The answers of people, as a log of events in the record that only grows (``trust/review`` gives their meaning).
 
 ``review.jsonl`` lies beside the results of the run, or of the stage whose answers are reviewed, with a lock of its own:
-people work while the run works, and after it. In Redis it is a list. A line counts when its newline is there; the rest
-that a killed process has left is removed by the next writer. An event is appended only if the writer knows all events
-before it, so two processes never decide at the same time.
+people work while the run works, and after it. In Redis it is a list. A line counts when its newline is written; the
+next writer removes what a killed process has left after the last newline. An event is appended only if the writer knows
+all events before it, so that two processes never decide at the same time.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ class ReviewLog(ABC):
 
     @abstractmethod
     def exists(self) -> bool:
-        """Return whether anything is in the log."""
+        """Return whether the log has any line."""
 
     @abstractmethod
     def read(self) -> tuple[list[Event], bool]:
-        """Return the events since the last call. True: another log took the place of this one, and these are all of
-        its events."""
+        """Return the events since the last call, and whether another log has replaced this one; then these are all
+        events of the new log."""
 
     def append(self, events: Sequence[Event]) -> bool:
-        """Append events, if all events before them were read; they are durable then. False: others have appended.
-        Raises StoreError if they cannot be written; then nothing of them is in the log."""
+        """Append events durably, if all events before them were read. Returns False if others have appended meanwhile.
+        Raises StoreError if they cannot be written; then none of them is in the log."""
         return self.append_lines([line_of(event) for event in events])
 
     @abstractmethod
@@ -65,18 +65,18 @@ class ReviewLog(ABC):
 
     @abstractmethod
     def lines(self) -> list[bytes]:
-        """Return all complete lines, as they are."""
+        """Return all complete lines, unchanged."""
 
     @abstractmethod
     def now(self) -> float:
-        """Return the time by the clock that all who use this log share."""
+        """Return the time of the clock that all users of this log share."""
 
     def close(self) -> None:  # noqa: B027
-        """Close what the log holds open; a file is not."""
+        """Close what the log holds open. A file is not held open."""
 
     def change(self, review: Review, decide: Callable[[float], tuple[Sequence[Event], T]]) -> T:
-        """Decide with all events known, append what was decided, and return the answer. ``decide`` takes the time. It
-        is called again if others have appended meanwhile."""
+        """Decide with all events known, append the events that ``decide`` returns, and return its answer. ``decide``
+        gets the time. It is called again if others have appended meanwhile."""
         while True:
             self.catch_up(review)
             now = self.now()
@@ -109,14 +109,14 @@ def log_at(place: RunPlace) -> ReviewLog:
 
 
 class JudgedRows:
-    """What people have judged in a run, for those who may see all of it."""
+    """The judgements of people in a run, for readers who may see all of it."""
 
     def __init__(self, run: RunReader) -> None:
         self._log = log_of(run)
         self._review = Review(lambda one, other: one == other, overlap=0.0)
 
     def of(self, row: int) -> list[Event]:
-        """Return the judgements of a row that stand now."""
+        """Return the judgements of a row that count now."""
         self._log.catch_up(self._review)
         return self._review.judgements_of(row)
 
@@ -131,7 +131,7 @@ class JudgedRows:
 
 
 def copy_log(source: RunReader, target: RunPlace) -> None:
-    """Copy the log of a run, or of the stage that the reader reads, into that of a copy of it."""
+    """Copy the log of a run, or of the stage that the reader reads, to a copy of the run."""
     with closing(log_of(source)) as old:
         if lines := old.lines():
             with closing(log_at(target)) as new:
@@ -139,7 +139,7 @@ def copy_log(source: RunReader, target: RunPlace) -> None:
 
 
 def line_of(event: Event) -> bytes:
-    """Return the line of an event, without what is as usual."""
+    """Return the line of an event, without fields that have their defaults."""
     named = {name: value for name, default in DEFAULTS.items() if (value := getattr(event, name)) != default}
     if event.row >= 0:
         named["queue"] = event.queue
@@ -149,7 +149,7 @@ def line_of(event: Event) -> bytes:
 
 
 def event_of(line: bytes, n: int) -> Event | None:
-    """Return the event of a line; None if it is none. ``n`` is the number of the line."""
+    """Return the event of a line; None if the line is not an event. ``n`` is the number of the line."""
     try:
         read = from_json(line)
     except ValueError:

@@ -1,8 +1,8 @@
 """Rows of a review as a table for a spreadsheet, and back.
 
-The rows of a table are its reviewer's until it is imported or they are freed. A row of the audit has nothing of the
-model's answer in it. Cells that a spreadsheet would run are escaped by an apostrophe. When a table comes back, each row
-is checked by itself; a row that is refused stays with its reviewer, and the others are taken.
+The rows of a table belong to its reviewer until it is imported or the rows are freed. A row of the audit has nothing of
+the model's answer. Cells that a spreadsheet would run as formulas begin with an apostrophe. When a table comes back,
+each row is checked by itself: a refused row stays with its reviewer, and the others are accepted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DELIMITERS = (",", ";", "\t")
 
 @dataclass(slots=True)
 class Imported:
-    """The outcome of an import, in rows of the table. ``refused``: line, id and reason."""
+    """The outcome of an import, in numbers of rows. ``refused``: line, id and reason of each refused row."""
 
     taken: int = 0
     known: int = 0  # their answers were imported before
@@ -49,7 +49,7 @@ class Imported:
 
 
 def escaped(text: str) -> str:
-    """Return a cell that no spreadsheet runs."""
+    """Return the text of a cell, changed if a spreadsheet would run it as a formula."""
     return f"'{text}" if text.startswith(RUN_BY_SPREADSHEETS) and NUMBER.fullmatch(text) is None else text
 
 
@@ -58,7 +58,7 @@ def unescaped(cell: str) -> str:
 
 
 def take_rows(review: PeopleReview, who: str, limit: int | None, queue: Queue | None) -> list[ReviewRow]:
-    """Give rows to a reviewer until they are imported or freed: the same ones as before if the reviewer has some, else
+    """Give rows to a reviewer until they are imported or freed. A reviewer who has rows gets the same ones again; else
     the next ones."""
     name = checked_name(who)
     review.prepare()
@@ -98,7 +98,7 @@ def _columns(start: str, names: Sequence[str]) -> list[str]:
 
 
 def import_table(review: PeopleReview, who: str, path: Path) -> Imported:
-    """Take the answers in a table. Raises SpecError for a file that is no such table."""
+    """Import the answers in a table. Raises SpecError for a file that is not such a table."""
     name, lines = checked_name(who), [*_lines(path, review)]
     review.catch_up()
 
@@ -124,7 +124,7 @@ def import_table(review: PeopleReview, who: str, path: Path) -> Imported:
 
 
 def free_rows(review: PeopleReview, who: str) -> int:
-    """Free all rows that a reviewer has in tables. Returns their number."""
+    """Free all rows that a reviewer holds in tables. Returns their number."""
     name = checked_name(who)
     review.catch_up()
 
@@ -139,7 +139,8 @@ def free_rows(review: PeopleReview, who: str) -> int:
 def _event(
     review: PeopleReview, row: ReviewRow, cells: dict[str, str], who: str, now: float
 ) -> tuple[Event | None, str]:
-    """Return what a line says, and as what it counts. Raises Refusal."""
+    """Return the event for a line of a table, and the kind under which it is counted. The event is None if the line has
+    no answer. Raises Refusal."""
     core = review.review
     kind = "none" if _is_none(cells) else "answer"
     given, holds = _given(review, cells), core.holds(row, who, now)
@@ -179,7 +180,7 @@ def _is_none(cells: dict[str, str]) -> bool:
 
 
 def _given(review: PeopleReview, cells: dict[str, str]) -> JsonValue:
-    """Return the cells with an answer; None if all are empty."""
+    """Return the answer in the cells; None if all are empty."""
     if review.form.whole:
         return unescaped(cells.get(ANSWER, "")) if cells.get(ANSWER, "").strip() else None
     given: dict[str, JsonValue] = {

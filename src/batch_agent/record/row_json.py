@@ -1,4 +1,4 @@
-"""JSON encoding of inputs and results, for the exchange between the processes of a run, and for their record."""
+"""JSON encoding of inputs and results, with which the processes of a run exchange and record them."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def decode_result(
     data: bytes, index: int, schema: OutputSchema[object] | None, *, resumed: bool, value: object = None
 ) -> tuple[AgentResult[object], int]:
     """Return the result, with its output as an instance of the schema, and the number of its worker. ``value`` is the
-    input, if it is known here. Raises StoreError for a result that no worker wrote so."""
+    input, if it is known here. Raises StoreError for a result that was not written by a worker."""
     try:
         typed, worker = _decoded(data, index, resumed=resumed)
     except (ValueError, TypeError, LookupError, AttributeError) as error:
@@ -144,9 +144,9 @@ def decode_result(
 
 
 def instance_of(plain: object, schema: OutputSchema[object], result: AgentResult[object]) -> object:
-    """Return the output of a result, of which ``plain`` is the JSON, as an instance of the schema. A schema may write
-    its values in another way than it reads them, so that the model's text is read again, as the worker has read it.
-    Raises OutputError if neither gives an output that is written so."""
+    """Return the output of a result as an instance of the schema. ``plain`` is its JSON. If the schema writes values in
+    another form than it reads, the model's text is read again, as the worker did. Raises OutputError if neither gives
+    an output with this JSON."""
     if not schema.reads_back and result.raw_text:
         with suppress(OutputError):
             value = parse_output(result.raw_text, schema).value
@@ -156,7 +156,7 @@ def instance_of(plain: object, schema: OutputSchema[object], result: AgentResult
 
 
 def _sample_of(plain: object, schema: OutputSchema[object]) -> object:
-    """Return the output of a sample; as plain JSON if the schema does not read what it has written."""
+    """Return the output of a sample, as plain JSON if the schema cannot read what it has written."""
     try:
         return None if plain is None else schema.read_back(to_json(plain))
     except OutputError:

@@ -106,12 +106,12 @@ class RunDir:
             (self.path / SUMMARY).unlink(missing_ok=True)
 
     def end_files(self, *, every: bool) -> None:
-        """``every``: each row of the run was delivered in this session."""
+        """End the result files of a session. ``every``: each row of the run was delivered in this session."""
         with self._writing():
             self._files.end(every=every)
 
     def write(self, results: Sequence[AgentResult[object] | bytes]) -> None:
-        """Append results to the files. A successful one may be its line already."""
+        """Append results to the files. A successful result may be given as its line."""
         with self._writing():
             self._files.write(*_lines(results, self.schema))
 
@@ -125,7 +125,7 @@ class RunDir:
         return read_jobs(self.path)
 
     def add_job_lines(self, lines: Sequence[bytes]) -> None:
-        """Append lines. When it returns, they survive a loss of power. On an error nothing is appended."""
+        """Append lines durably: they survive a loss of power. On an error nothing is appended."""
         with self._writing(), open(self.path / JOBS, "a+b", buffering=0, opener=private) as file:
             size = file.seek(0, os.SEEK_END)
             # A kill may have cut the last line short: end it, so that the next one is a line of its own.
@@ -289,7 +289,7 @@ class ResultFiles:
         self._drafting = False
 
     def begin(self, *, drop: bool = False) -> None:
-        """``drop``: earlier lines are removed; they belong to answers that are asked again."""
+        """Begin the files of a session. ``drop``: earlier lines are removed, because their rows are asked again."""
         for path in (*self._paths, *self._drafts) if drop else ():
             path.unlink(missing_ok=True)
         if any(draft.exists() for draft in self._drafts):
@@ -391,7 +391,7 @@ def _drop_torn_line(file: BinaryIO) -> None:
 
 
 def recounted(facts: JsonObject, rows: Iterable[Mapping[str, object]]) -> JsonObject:
-    """Return the facts of a run that was killed: it has not recorded which models gave its very last answers."""
+    """Return the facts of a killed run with the count of answers by model made again: it may lack the last ones."""
     if not facts.get("answered_by"):
         return facts
     return {**facts, "answered_by": dict(Counter(str(row["answered_by"]) for row in rows if row.get("answered_by")))}

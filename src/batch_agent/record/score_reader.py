@@ -46,8 +46,8 @@ def score_of_run(
     wrong: bool = False,
     count: bool = True,
 ) -> Score:
-    """Return the score of a recorded run, finished or not; of a pipeline, that of its last stage. ``given`` are options
-    that replace those of the run. ``count``: it is a look at the gold. Raises SpecError."""
+    """Return the score of a recorded run, finished or not; for a pipeline, that of its last stage. ``given`` are
+    options that replace those of the run. ``count``: this counts as a look at the gold. Raises SpecError."""
     with part_of(run) as part:
         known, schema, typed = known_of_run(run)
         rows = ((_index(each), str(each.get("job_id")), row_fields(each.get("input"))) for each in part.rows)
@@ -65,8 +65,8 @@ def score_of_run(
 
 
 def part_of(run: RunReader) -> AbstractContextManager[RunReader]:
-    """Return the part of a run whose answers count: of a pipeline, its last stage. Raises SpecError if that has not
-    begun."""
+    """Return the part of a run whose answers are scored: for a pipeline, its last stage. Raises SpecError if that stage
+    has not begun."""
     names = stage_names(run.facts())
     if names and names[-1] not in run.begun_stages():
         raise SpecError(f"the last stage of {run.name}, {names[-1]}, has not begun, so there is no answer to score")
@@ -74,8 +74,8 @@ def part_of(run: RunReader) -> AbstractContextManager[RunReader]:
 
 
 class ScoredRows:
-    """The finished rows of a run whose answers count. In a pipeline: those of its last stage, ``part``, and the rows
-    that have failed before it."""
+    """The finished rows that are scored. For a pipeline these are the rows of its last stage, ``part``, and the rows
+    that failed before it."""
 
     def __init__(self, run: RunReader, part: RunReader) -> None:
         self._run, self._part = run, part
@@ -88,7 +88,8 @@ class ScoredRows:
 
 
 def earlier_rows(run: RunReader) -> Iterator[Record]:
-    """Yield the rows of the stages before the last one of a pipeline, without those of tables that are looked up."""
+    """Yield the rows of a pipeline's stages before the last one. Stages that only read a table for a join are left
+    out."""
     facts = run.facts()
     gold, names = facts.get(GOLD_FACT), stage_names(facts)[:-1]
     before = gold.get(BEFORE) if isinstance(gold, dict) else None
@@ -100,12 +101,14 @@ def earlier_rows(run: RunReader) -> Iterator[Record]:
 
 
 def sources_of(run: RunReader) -> dict[str, Mapping[str, object]]:
-    """Return the fields of the rows of a pipeline by id, as its first stage got them; none of another run."""
+    """Return the fields of the rows of a pipeline by id, as its first stage got them; {} for a run that is not a
+    pipeline."""
     return first_fields((str(record.get("job_id")), record.get("input")) for record in earlier_rows(run))
 
 
 def known_of_run(run: RunReader) -> tuple[RunGold, OutputSchema[object] | None, bool]:
-    """Return what the record of a run says of right answers, the schema of its answers, and whether that is known."""
+    """Return what the record of a run says about right answers, the schema of its answers, and whether the schema is
+    known."""
     facts, view = run.facts(), run.view()
     names = stage_names(facts)
     stages = [_facts_of(run, name) for name in run.begun_stages()]
@@ -125,7 +128,7 @@ def known_of_run(run: RunReader) -> tuple[RunGold, OutputSchema[object] | None, 
 
 
 def known_of_file(path: Path) -> tuple[list[Record], RunGold]:
-    """Return the results in a file, and what is known of right answers. Raises SpecError."""
+    """Return the results in a file, and what they say about right answers. Raises SpecError."""
     records = [*records_of(path)]
     if not records:
         raise SpecError(f"{path} has no results")
@@ -134,7 +137,7 @@ def known_of_file(path: Path) -> tuple[list[Record], RunGold]:
 
 
 def score_of_file(path: Path, given: Mapping[str, object], *, open_sealed: bool = False, wrong: bool = False) -> Score:
-    """Return the score of a file of results: lines, or a table. Raises SpecError."""
+    """Return the score of a file of results, which has lines or is a table. Raises SpecError."""
     records, known = known_of_file(path)
     rows = ((_index(each), str(each.get("job_id")), row_fields(each.get("input"))) for each in records)
     taken = known.measure(given, rows, None, typed=False, answers=lambda: outputs_of(records))
@@ -150,7 +153,7 @@ def outputs_of(records: Iterable[Record]) -> Iterator[JsonValue]:
 
 
 def gold_of_record(run: RunReader) -> TakenGold:
-    """Return the recorded gold of a run that has some, with its own options."""
+    """Return the recorded gold of a run, with the run's own options. The run must have gold."""
     facts = run.facts()
     names = stage_names(facts)
     part = _facts_of(run, names[-1]) if names else facts
@@ -180,7 +183,7 @@ def schema_of(facts: JsonObject) -> tuple[OutputSchema[object] | None, bool]:
 
 
 def _recorded_options(facts: JsonObject, part: JsonObject) -> dict[str, object]:
-    """Return the options of a run about its score."""
+    """Return the recorded options of a run that concern its score."""
     recorded = facts.get(GOLD_FACT)
     options: dict[str, object] = dict(recorded) if isinstance(recorded, dict) else {}
     return {**options, "id_column": recorded_options(part).get("id_column")}
@@ -203,7 +206,8 @@ def _index(record: Record) -> int:
 
 
 def records_of(path: Path) -> Iterator[Record]:
-    """Yield the results in a file. A line that is no result is an error: it is another file."""
+    """Yield the results in a file. Raises SpecError for a line that is not a result, because it is another kind of
+    file."""
     rows = read_inputs(path)
     try:
         for number, row in enumerate(rows):
@@ -221,7 +225,7 @@ def records_of(path: Path) -> Iterator[Record]:
 
 
 def _of_cells(row: Mapping[str, object], number: int) -> Record:
-    """Return the result of a row of a table, whose cells may be text."""
+    """Return the result in a row of a table, whose cells may all be text."""
     ok = row["ok"] if isinstance(row["ok"], bool) else str(row["ok"]).lower() == "true"
     output: JsonValue = None
     job_id: object = row.get("job_id")
@@ -250,7 +254,7 @@ def _of_cells(row: Mapping[str, object], number: int) -> Record:
 
 
 def _value(cell: object) -> JsonValue:
-    """Return the value of a cell of a table: text that is JSON of anything but text stands for that."""
+    """Return the value of a cell of a table. Text that is JSON of a number, list or object becomes that value."""
     if not isinstance(cell, str):
         return cast(JsonValue, cell)
     if cell == "":

@@ -44,7 +44,7 @@ UNKNOWN = "unknown"  # what was asked, if the record does not say it
 
 
 def add_result(scoring: Scoring, result: AgentResult[Any], schema: OutputSchema[object] | None) -> None:
-    """Add a finished row. One that was interrupted is not finished."""
+    """Add a finished row. An interrupted row is not finished and is not added."""
     ok = result.ok
     error = None
     output = None
@@ -68,7 +68,7 @@ def add_result(scoring: Scoring, result: AgentResult[Any], schema: OutputSchema[
 
 
 def plain_output(output: object, schema: OutputSchema[object] | None) -> JsonValue:
-    """Return an output as JSON. The user's own serializers can raise anything."""
+    """Return an output as JSON. The user's own serializers may raise anything."""
     if schema is not None:
         return cast(JsonValue, None if output is None else schema.to_plain(output))
     return cast(JsonValue, output if isinstance(output, str | bool | int | None) else from_json(to_json(output)))
@@ -97,7 +97,7 @@ def _kind_of(record: Record) -> str | None:
 
 
 def row_fields(value: object) -> Mapping[str, object]:
-    """Return the fields of an input; none if it cannot be read."""
+    """Return the fields of an input; {} if they cannot be read."""
     if value is None:
         return {}
     try:
@@ -107,7 +107,8 @@ def row_fields(value: object) -> Mapping[str, object]:
 
 
 def first_fields(rows: Iterable[tuple[str, object]]) -> dict[str, Mapping[str, object]]:
-    """Return the fields of rows by id. ``rows`` are ids and inputs by stage; the first of an id counts."""
+    """Return the fields of rows by id. ``rows`` are ids and inputs, stage by stage; the first input of an id is
+    used."""
     found: dict[str, Mapping[str, object]] = {}
     for name, value in rows:
         if name not in found:
@@ -117,8 +118,8 @@ def first_fields(rows: Iterable[tuple[str, object]]) -> dict[str, Mapping[str, o
 
 @dataclass(frozen=True, slots=True)
 class RunGold:
-    """What a run knows of right answers. ``options`` are those of the run; ``asked`` identifies its prompt, model,
-    examples and schema. ``complete``: every row of it has a result, except those that it left out."""
+    """What a run says about right answers. ``options`` are those of the run; ``asked`` identifies its prompt, model,
+    examples and schema. ``complete``: every row has a result, except rows that the run left out."""
 
     taken: TakenGold | None = None
     options: Mapping[str, object] = field(default_factory=dict)
@@ -132,7 +133,7 @@ class RunGold:
 
     @property
     def notes(self) -> list[str]:
-        """What a reader of the score must know."""
+        """Notes that belong to the score."""
         return [SAW_GOLD] if self.seen else []
 
     def measure(
@@ -144,9 +145,9 @@ class RunGold:
         typed: bool = True,
         answers: Callable[[], Iterable[JsonValue]] = tuple,
     ) -> TakenGold:
-        """Return the gold to score by. An option that is not given is that of the run. ``rows`` are index, id and
-        fields of the rows; ``typed``: the schema is known, None meaning text. If it is not, the fields are those of the
-        ``answers``. Raises SpecError."""
+        """Return the gold for a score. An option that is not given is that of the run. ``rows`` are index, id and
+        fields of the rows. ``typed``: the schema is known; a known schema of None means text. If it is not known, the
+        fields are those of the ``answers``. Raises SpecError."""
         options = {**self.options, **{name: value for name, value in given.items() if value}}
         gold = cast("GivenGold | None", given.get("gold"))
         if gold is None and self.taken is not None:
@@ -168,8 +169,8 @@ def gold_of_rows(
     seen: Sequence[str] | None,
     taken: frozenset[str] = frozenset(),
 ) -> tuple[Gold, GoldTable]:
-    """Return the gold of finished rows: from a file with ids, or from columns of their inputs. ``seen``: the fields of
-    the answers, if the schema is not known. Raises SpecError."""
+    """Return the gold of finished rows, from a file with ids or from columns of their inputs. ``seen``: the fields of
+    the answers, if the schema is unknown. Raises SpecError."""
     from batch_agent.record.people import given_gold  # it reads runs, for which it needs this module
 
     known, given = seen is None, given_gold(given)
@@ -210,19 +211,19 @@ def gold_of_rows(
 
 
 def with_looks(score: Score, asked: str, *, run: str = "", count: bool = True) -> Score:
-    """Return the score with the number of looks at its gold before. ``asked`` identifies the prompt, model, examples
+    """Return the score with the number of earlier looks at its gold. ``asked`` identifies the prompt, model, examples
     and schema."""
     return replace(score, looks=looks_before(score.digests, asked, run=run, count=count and bool(score.all.rows)))
 
 
 def looks_lines(score: Score) -> list[bytes]:
-    """Return what the ledger says of the gold of a score, as lines."""
+    """Return the lines of the ledger about the gold of a score."""
     return [to_json(line) + b"\n" for line in looks_of(score.digests)]
 
 
 def keep_looks(score: Score, directory: Path) -> None:
-    """Copy what the ledger says of this gold into the record of a run. A record that cannot be written stays as it is:
-    the score is there without it."""
+    """Copy the lines of the ledger about this gold to the record of a run. If the record cannot be written, it stays as
+    it is: the score exists without it."""
     lines = b"".join(looks_lines(score))
     path = directory / LEDGER
     with suppress(OSError, StoreError):
@@ -256,7 +257,7 @@ def gold_of_row(
 
 
 def with_gold(record: Record, taken: TakenGold) -> Record:
-    """Return a record with ``gold``, by field if several have it, and ``right``. Sealed gold stays unseen."""
+    """Return a record with ``gold`` (by field, if several fields have gold) and ``right``. Sealed gold is not added."""
     found = gold_of_row(record, taken)
     if found is None:
         return record
@@ -269,18 +270,18 @@ def with_gold(record: Record, taken: TakenGold) -> Record:
 
 
 def output_line(line: bytes) -> object:
-    """Return id and output of a result line, for a digest of what was answered."""
+    """Return id and output in a result line, for a digest of what was answered."""
     record = record_of(line) or {}
     return [record.get("job_id"), record.get("output")]
 
 
 def digest_of(*parts: object) -> str:
-    """Return the digest of what was asked."""
+    """Return the digest of these values, which identify what was asked."""
     return blake2b(to_json(parts), digest_size=16).hexdigest()
 
 
 def asked_of(facts: JsonObject, stages: Iterable[JsonObject] = ()) -> str:
-    """Return what identifies the prompt, model, examples and schema of a recorded run."""
+    """Return the text that identifies the prompt, model, examples and schema of a recorded run."""
     every = [facts, *stages]
     return digest_of([[each.get("fingerprint"), each.get("model")] for each in every])
 

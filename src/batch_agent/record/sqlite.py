@@ -73,15 +73,15 @@ Session = tuple[Any, ...]  # a line: number, fingerprint, start, and the columns
 
 @dataclass(frozen=True, slots=True)
 class Glance:
-    """A journal seen from outside. ``latest`` is the progress of its last session, but tokens and cost are those of all
-    sessions."""
+    """The progress in a journal. ``latest`` is that of its last session, except that its tokens and cost are those of
+    all sessions."""
 
     sessions: int
     latest: RunProgress
 
 
 class SqliteJournal:
-    """May be used by one thread at a time."""
+    """The journal. Only one thread at a time may use it."""
 
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self._db = connection
@@ -142,7 +142,7 @@ class SqliteJournal:
 
     def spent(self, *, shared: bool = True) -> tuple[int, float]:
         """Return the tokens and $ of all sessions. A session that did not return its advance counts as having spent all
-        of it. ``shared``: with what is in the table of shares."""
+        of it. ``shared``: what the table of shares counts is included."""
         with _explained(self._path):
             tokens, cost, damage = _spent(self._db, shared=shared)
             if damage:
@@ -167,8 +167,8 @@ class SqliteJournal:
                 return None
 
     def commit(self, steps: Sequence[KeptStep], progress: RunProgress) -> None:
-        """Write all steps, and an advance that grew, to disk before this returns, or write none of them. The progress
-        is on disk at the latest together with the next steps."""
+        """Write all steps, or none of them, to disk before this returns; and an advance, if it grew. The progress is on
+        disk at the latest together with the next steps."""
         values: list[object] = []
         for step in steps:
             check = _checksum(step)
@@ -193,7 +193,7 @@ class SqliteJournal:
 
     @contextmanager
     def _whole_change(self) -> Iterator[None]:
-        """Make all changes or none."""
+        """Make all changes in the block, or none."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -253,8 +253,9 @@ class SqliteJournal:
         return _damaged(self._path, f"the key of agent {agent} is not as it was written")
 
     def recorded(self, fingerprint: str | None, *, forced: bool = False) -> Iterator[RecordedRow]:
-        """Yield the recorded agents. ``fingerprint`` is that of the answers of a user's worker: those to another one
-        count as begun. ``forced``: answers that mix several questions are found by their question too."""
+        """Yield the recorded agents. ``fingerprint`` identifies the answers of the present user's worker: agents with
+        answers to another one count as begun. ``forced``: agents whose answers belong to several questions are also
+        found by a question."""
         body = "''" if fingerprint is None else "CAST(ifnull(body, '') AS BLOB)"
         columns = f"{OWNER_COLUMNS}, ifnull(kind, 0) & -1, {body}, {CHECK}, count(DISTINCT key) > 1, max(id)"
         with _explained(self._path):
@@ -272,7 +273,7 @@ class SqliteJournal:
                 yield RecordedRow(agent, key, row, rank)
 
     def adopt(self, adoptions: Iterable[Adoption]) -> None:
-        """Let rows take over the record of others, before rows are claimed. A record that is damaged stays as it is."""
+        """Let rows take over the records of other rows, before rows are claimed. A damaged record stays as it is."""
         with _explained(self._path), self._whole_change():
             for adoption in adoptions:
                 agent = cast(int, adoption.row)
@@ -403,7 +404,7 @@ def _checksum(step: KeptStep) -> int:
 
 
 def _is_owned(agent: int, key: bytes, row: bytes, check: int | None) -> bool:
-    """Return whether a record says correctly whose it is."""
+    """Return whether the checksum of a record confirms its agent, key and row."""
     return check is not None and check >> 32 == (OWNED >> 32 | _owner(agent, key, row) & OWNER)
 
 
@@ -417,7 +418,7 @@ def _seal(values: tuple[object, ...]) -> int:
 
 
 def _faults(db: sqlite3.Connection) -> str:
-    """Return what is wrong with the structure of a database, or ""."""
+    """Return the faults that SQLite finds in the structure of a database, or ""."""
     found = [" ".join(line.split()) for (line,) in db.execute("PRAGMA integrity_check(20)")]
     # The checksum of a record shows that it has NULL where a value was.
     return "; ".join([line for line in found if line != "ok" and not line.startswith("NULL value in record.")][:3])
@@ -496,7 +497,7 @@ def _counts(progress: RunProgress) -> tuple[int | float | str | None, ...]:
 
 
 def _read_sessions(db: sqlite3.Connection) -> tuple[list[Session], list[str]]:
-    """Return the lines of the sessions that are whole, and which are damaged."""
+    """Return the lines of the undamaged sessions, and a message for each damaged one."""
     whole: list[Session] = []
     damage = []
     for *line, seal in db.execute(f'SELECT id, fingerprint, started, {COUNTS}, "check" FROM session ORDER BY id'):
@@ -510,9 +511,9 @@ def _read_sessions(db: sqlite3.Connection) -> tuple[list[Session], list[str]]:
 def _spent(
     db: sqlite3.Connection, *, looking: bool = False, shared: bool = True
 ) -> tuple[int, float | None, list[str]]:
-    """Return the tokens and $ of all sessions, and what is damaged and is not in them. An unreturned advance counts as
-    spent. With ``looking``, the advance of the latest session does not count, because the session may still be
-    running."""
+    """Return the tokens and $ of all sessions, and messages about damaged ones, which are not counted. An advance that
+    was not returned counts as spent. ``looking``: the advance of the latest session does not count, because the session
+    may still be running."""
     lines, damage = _read_sessions(db)
     total, costs = 0, []
     for line in lines:

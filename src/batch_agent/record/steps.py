@@ -44,9 +44,9 @@ OWN = -3
 
 @value_type
 class Asked:
-    """An answer of the model. The request is the conversation of the earlier request number ``after`` (from 0) with its
-    answer, followed by ``said``. SHARED: it starts with the messages that all rows share. ALONE: it starts empty. OWN:
-    it is the next request of the tool loop, whose messages follow from the row."""
+    """An answer of the model. Its request is the conversation of the earlier request number ``after`` (from 0) with
+    that request's answer, followed by ``said``. SHARED: it starts with the messages that all rows share. ALONE: it
+    starts empty. OWN: it is the next request of the tool loop, whose messages follow from the row."""
 
     digest: str
     nth: int
@@ -59,7 +59,7 @@ class Asked:
 @value_type
 class CallBegun:
     """A tool call that may write and is about to start. ``arguments`` is JSON text. With the digest "", it is call
-    number ``nth`` (from 0) of the latest answer of the tool loop. That answer has the rest."""
+    number ``nth`` (from 0) of the latest answer of the tool loop; its name and arguments are in that answer."""
 
     digest: str
     nth: int
@@ -113,8 +113,8 @@ class Failed:
 class Ended:
     """The agent ended successfully. ``output`` is the return value of a user's worker as JSON, and ``fingerprint`` that
     of its run (``record.keys``). ``output`` is None for the tool loop and built-in workers, which compute it again.
-    ``reply`` is the answer that ended the tool loop, and ``asked`` the digest of its request; recorded here, it costs
-    no step of its own. ``truncated``: a text that was cut at max_tokens was kept for the user's worker."""
+    ``reply`` is the answer that ended the tool loop, and ``asked`` the digest of its request; recorded here, the answer
+    needs no step of its own. ``truncated``: a text that was cut at max_tokens was kept for the user's worker."""
 
     spent: Spent
     output: str | None = None
@@ -152,8 +152,8 @@ class PastTurn:
 class Past:
     """A recorded agent. ``done``: it ended successfully. ``failed``: its last step was a failure. Otherwise it is
     unfinished. ``turns`` are those of the tool loop; ``worked`` are the steps of a user's worker, in order, and
-    ``ended`` its end. ``unreadable`` is the reason why a record that contains a begun write cannot be read. ``left`` is
-    what it did in conversations that it left to start again. ``several``: its turns answer several questions."""
+    ``ended`` its end. ``unreadable``: the reason why a record with a begun write cannot be read, or "". ``left``: steps
+    of conversations that it left when it started again. ``several``: its turns answer several questions."""
 
     agent: int
     turns: tuple[PastTurn, ...]
@@ -182,7 +182,7 @@ class Past:
 
     @property
     def cut_at(self) -> int | None:
-        """Number of tokens at which the answer of a successful row was cut; None if it is complete."""
+        """The number of tokens at which the answer of a successful row was cut; None if the answer is complete."""
         replies = [ask.reply for ask in self.asked] if self.worked else [turn.reply for turn in self.turns[-1:]]
         if not self.done or (self.ended is not None and self.ended.output is not None and not self.ended.truncated):
             return None
@@ -199,8 +199,8 @@ class Past:
 
 
 def read_past(agent: int, steps: list[Step]) -> Past:
-    """Return what a resumed agent needs from its recorded steps, which are given in order. Raises ValueError for an
-    impossible sequence of steps."""
+    """Return what a resumed agent needs, from its recorded steps in order. Raises ValueError for an impossible sequence
+    of steps."""
     turns: list[PastTurn] = []
     worked: list[WorkStep] = []
     spent: Spent | None = None

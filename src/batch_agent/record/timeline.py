@@ -105,7 +105,8 @@ class TimelineFiles:
 
 @dataclass(frozen=True, slots=True)
 class TimelineRecord:
-    """A timeline read from disk. ``headers`` are those of the sessions. ``cut``: turns in the middle are missing."""
+    """A timeline read from disk. ``headers`` are those of the sessions. ``cut``: turns in the middle are missing,
+    because the size is bounded."""
 
     headers: list[JsonObject] = field(default_factory=list)
     samples: list[Line] = field(default_factory=list)

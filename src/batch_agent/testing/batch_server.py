@@ -252,7 +252,7 @@ class BatchServer(MessagesServer):
         return found
 
     def _told(self, job: BatchJob, http: web.BaseRequest) -> JsonObject:
-        """Return the job as its API describes it."""
+        """Return the job in the form of its API."""
         if _is_messages(http):
             return _message_batch(job)
         told: JsonObject = {"id": job.id, "object": "batch", "endpoint": CHAT, "status": job.status}

@@ -169,7 +169,7 @@ async def scripted_reply(script: Script | None, request: Request, earlier: Seque
 
 
 async def wait_due(reply: ScriptedReply) -> Answered:
-    """Wait as long as the reply says; forever if it hangs."""
+    """Wait as long as the reply says; a reply that hangs waits forever."""
     await asyncio.sleep(reply.latency)
     while isinstance(reply, Hang):
         await asyncio.get_running_loop().create_future()
@@ -222,7 +222,7 @@ Piece = TextPiece | ReasoningPiece | CallPiece | End | Usage
 
 
 def say_pieces(answer: Say, request: Request) -> list[Piece]:
-    """Return a scripted answer; every prompt of a list gets the same."""
+    """Return the pieces of a scripted answer. Every prompt of a list gets the same answer."""
     pieces: list[Piece] = []
     calls = [use.as_call(request.number, index) for index, use in enumerate(answer.calls)]
     reason = answer.finish_reason or ("tool_calls" if calls else "stop")

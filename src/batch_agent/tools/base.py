@@ -414,7 +414,7 @@ def resolve_tools(values: Sequence[object]) -> tuple[Tool, ...]:
 
 
 def _each(values: Sequence[object]) -> Iterator[Tool]:
-    """Yield each tool. ``values`` may contain lists of tools, such as the result of ``Tool.mcp``."""
+    """Yield each tool. ``values`` may contain lists of tools, such as those that ``Tool.mcp`` returns."""
     for value in values:
         if isinstance(value, str) and value.startswith(MCP):
             yield from tools_at(value.removeprefix(MCP))

@@ -109,7 +109,8 @@ def calls_per_second(rate: object) -> float:
 
 
 class Window:
-    """The latest starts of calls: as many as may start at once. It reads no clock: each method takes the time."""
+    """The times of the latest starts; it has room for as many as may start at once. It reads no clock: each method
+    takes the time."""
 
     def __init__(self, rate: float) -> None:
         calls = max(1, int(rate))
@@ -227,7 +228,7 @@ class ResultCache:
         return entry.content
 
     def asked(self, key: Key) -> bool:
-        """Return whether this is the first request for a prewarmed result, and mark it as requested."""
+        """Return whether this is the first request for a prewarmed result. After that it counts as requested."""
         if key not in self._unasked:
             return False
         self._unasked.remove(key)
@@ -365,7 +366,8 @@ class ToolOutcome:
 
 
 class Traffic:
-    """Counts of a pool: agents' calls ``waiting`` at gates, and cancelled calls that do not stop (``stuck``)."""
+    """Counts of a pool. ``waiting``: calls of agents that wait at gates. ``stuck``: cancelled calls that do not
+    stop."""
 
     def __init__(self, on_waiting: Callable[[int], None] | None) -> None:
         self.waiting = self.stuck = 0
@@ -419,7 +421,7 @@ class Execution:
         self._wait_ends()
 
     def pass_nowait(self, gates: tuple[Gate, ...]) -> bool:
-        """Pass all gates if none requires waiting, else none. Returns whether it passed."""
+        """Pass all gates if none of them requires waiting; otherwise pass none. Returns whether it passed."""
         # A rate comes last: a used call of the rate cannot be returned.
         for gate in sorted(gates, key=lambda gate: isinstance(gate, RateGate)):
             if not gate.enter_nowait():
@@ -472,7 +474,7 @@ class Execution:
 
 
 class PendingCall:
-    """One agent's part in an execution."""
+    """The part of one agent in an execution."""
 
     __slots__ = ("_asked", "_execution", "_holds", "_joined", "_tell")
 

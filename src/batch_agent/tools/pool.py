@@ -104,7 +104,8 @@ def failed(name: str, error: BaseException) -> ToolFailed:
 
 
 def _is_for(task: asyncio.Task[object], error: BaseException) -> bool:
-    """Return whether an exception on the event loop is for the task that runs a tool, and not the tool's own error."""
+    """Return whether an exception on the event loop is meant for the task that runs a tool, and is not the tool's own
+    error."""
     match error:
         case asyncio.CancelledError():
             return task.cancelling() > 0
@@ -131,7 +132,8 @@ _CANCELLED = ToolOutcome("Error: the call was cancelled", False, "run", 0.0)
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Calls that one run of a batch function answers, by their identity. All of them wait for ``execution``."""
+    """The calls that one run of a batch function answers, by the identity of the call. All of them wait for
+    ``execution``."""
 
     execution: Execution
     keys: dict[str, object] = field(default_factory=dict)
@@ -347,7 +349,7 @@ class ToolPool:
         return EndedCall(ToolOutcome(content_text(found), True, "cache", 0.0, images_of(found)))
 
     def _under_way(self, key: Key) -> Execution | None:
-        """Return the execution of this call that can be joined, or None."""
+        """Return the running execution of this call, if other agents can join it; else None."""
         execution = self._executions.get(key)
         return execution if execution is not None and execution.interested and execution.end is None else None
 
@@ -397,7 +399,8 @@ class ToolPool:
         self._finish(offer, execution, end)
 
     def _is_for_all(self, tool: Tool, execution: Execution) -> bool:
-        """Return whether other workers may use this call: it sees no row, and reads nothing written here."""
+        """Return whether other workers may use the result of this call: it depends on no row, and on nothing that this
+        worker has written."""
         if self.once is None or execution.key is None or execution.unasked or tool.signature.context is not None:
             return False
         return tool.resource is None or tool.resource not in self._written

@@ -72,7 +72,7 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """The parameters of a function. ``unbound`` means that it is a method without its ``self``."""
+    """The parameters of a function. ``unbound``: it is a method without its ``self``."""
 
     parameters: Mapping[str, Parameter]
     extra: bool  # it takes **kwargs
@@ -252,7 +252,7 @@ def _captured(function: Function) -> dict[str, object]:
 
 
 def _parameter(tool: str, item: inspect.Parameter, hints: Mapping[str, object]) -> Parameter | None:
-    """Return the parameter; None if its type has no JSON form but it has a default, which the function then uses."""
+    """Return the parameter. None if its type has no JSON form and it has a default, which the function then uses."""
     if isinstance(item.default, FieldInfo):
         raise SpecError(f"tool {tool}: write {item.name}: Annotated[..., Field(...)], with a plain default or none")
     hint = hints.get(item.name, object if item.annotation is _MISSING else item.annotation)

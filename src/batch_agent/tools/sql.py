@@ -74,7 +74,7 @@ def _opening(query: str, opens: Callable[[], Any], column: str) -> Function:
 
 
 async def _ask(query: str, connection: Any, column: str, keys: Sequence[object]) -> Found:
-    """Ask a driver of any kind. With one that blocks, this waits for nothing."""
+    """Ask a driver of any kind. If the driver blocks, this never waits."""
     if _has_fetch(connection):
         text, values = bind(query, "numeric_dollar", keys)
         rows = await connection.fetch(text, *values)
@@ -97,7 +97,7 @@ async def _ask(query: str, connection: Any, column: str, keys: Sequence[object])
 
 
 def _at_once(asking: Coroutine[Any, Any, Found]) -> Found:
-    """Return the result of a coroutine that waits for nothing."""
+    """Return the result of a coroutine that never waits."""
     try:
         asking.send(None)
     except StopIteration as end:

@@ -31,7 +31,7 @@ def _numbers(record: RunRecord) -> JsonObject:
 
 
 def compare_now(one: RunRecord, other: RunRecord, limit: int) -> JsonObject:
-    """Return the same, for two runs whose rows are all indexed. Blocks."""
+    """Return the comparison of two runs whose rows are all indexed. Blocks."""
     counts, found = one.index.differing(other.index.file, 0, limit)
     mine = one.index.at([place for _, place in found])
     theirs = [other.index.record(job_id) for job_id, _ in found]

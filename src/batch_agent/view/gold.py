@@ -23,7 +23,7 @@ Mark = tuple[int, str, str, str, int]  # index of the row, field, gold, answer, 
 
 
 class RunMarks:
-    """Marks rows as right or wrong. ``run`` is the run, or its last stage if it is a pipeline. Blocks."""
+    """Marks rows as right or wrong. ``run`` is the run, or its last stage if it is a pipeline. Methods block."""
 
     def __init__(self, run: RunReader) -> None:
         self._run = run
@@ -42,7 +42,7 @@ class RunMarks:
             self._taken = None
 
     def of(self, record: Record) -> list[Mark]:
-        """Return the marks of a row; none without gold."""
+        """Return the marks of a row; [] without gold."""
         row = None if self._taken is None or not self.answers_here else gold_of_row(record, self._taken)
         if row is None:
             return []
@@ -67,7 +67,7 @@ class RunMarks:
         return {} if row is None else {"gold": {**row[0]}, "right": {**row[2]}}
 
     def score(self, *, again: bool) -> JsonObject | None:
-        """Return the score; None without gold. ``again``: there are other rows than before."""
+        """Return the score; None without gold. ``again``: rows have been added since the last call."""
         if self._taken is None:
             return None
         now = time.monotonic()

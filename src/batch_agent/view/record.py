@@ -539,7 +539,8 @@ class RunRecord:
         return RowIndex(self.run, self.marks)
 
     def index_more(self) -> bool:
-        """Take in the next rows; True while there is more to read. Makes the index in the thread that calls it."""
+        """Add the next rows to the index. Returns whether there are more to read. The first call creates the index, in
+        the thread that calls."""
         if self.index.step() or any(stage.index.step() for stage in self._stages.values()):
             return True
         return self._take_stages(self.run.begun_stages())
@@ -551,7 +552,7 @@ class RunRecord:
         return bool(new)
 
     def progress(self) -> JsonObject:
-        """Return how far the rows are indexed; for a pipeline, those of its stages."""
+        """Return how many rows are indexed; for a pipeline, of each stage."""
         each = [stage.index.progress() for stage in self._stages.values()] or [self.index.progress()]
         return {
             "rows": sum(cast(int, one["rows"]) for one in each),
@@ -687,8 +688,8 @@ class RunRecord:
         return self._asked
 
     def _graph(self, view: RunSnapshot) -> list[JsonObject]:
-        """Return the stages of a pipeline with the rows of each. A run in Redis does not record what follows what: its
-        stages are shown in order."""
+        """Return the stages of a pipeline with the number of rows of each. A run in Redis does not record which stage
+        follows which, so its stages are shown in order."""
         known = (self.run.status() or {}).get("stages")
         nodes = [cast(JsonObject, node) for node in known] if isinstance(known, list) else []
         names = stage_names(view.facts)
@@ -701,7 +702,7 @@ class RunRecord:
         return [{**node, "status": _standing(view.stages.get(str(node["name"])))} for node in nodes]
 
     def _named(self) -> str:
-        """Return the run as an argument of a command line."""
+        """Return the run's name as an argument of a command line."""
         return shlex.quote(self.run.whole)
 
     def _identity(self, view: RunSnapshot) -> JsonObject:
@@ -738,7 +739,8 @@ def _standing(stage: RunSnapshot | None) -> JsonObject | None:
 
 
 def _sum(counts: list[JsonObject]) -> JsonObject:
-    """Return the counts of several stages together. Times per row of different stages have no common mean."""
+    """Return the sums of the counts of several stages. Times per row are left out: different stages have no common
+    mean."""
     whole: JsonObject = {"seconds": None}
     for name, value in counts[0].items():
         if isinstance(value, dict):

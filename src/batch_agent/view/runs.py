@@ -141,7 +141,7 @@ class ShownRuns:
         return self._open[key]
 
     def place(self, key: str) -> RunPlace:
-        """Return where the run of a key is recorded. Raises SpecError if there is none. May block."""
+        """Return the place where the run of a key is recorded. Raises SpecError if there is none. May block."""
         if key not in self._places:
             self.look()
         if key not in self._places:

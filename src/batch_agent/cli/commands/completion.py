@@ -48,7 +48,7 @@ def _nested(parser: argparse.ArgumentParser) -> Iterator[argparse._SubParsersAct
 
 
 def _flags(parser: argparse.ArgumentParser) -> Iterator[ShellFlag]:
-    """Yield the flags of a command and of its subcommands: offering too many does no harm."""
+    """Yield the flags of a command and of its subcommands. Too many are harmless."""
     for nested in _nested(parser):
         for inner in nested.choices.values():
             yield from _flags(inner)

@@ -87,7 +87,7 @@ def export_command(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace, run: RunReader, part: RunReader) -> int:
-    """``part`` is the run itself, or a stage of it."""
+    """Write the results of ``part``, which is the run itself or a stage of it."""
     output = None if options.output in (None, STDIN) else Path(options.output)
     kind = options.format or _kind_of(output)
     if output is not None:
@@ -135,7 +135,7 @@ def _write(kind: str, rows: Iterable[Record], run: RunReader, part: RunReader, o
 
 @dataclass(frozen=True, slots=True)
 class _Mapped:
-    """Rows with a function of each. It can be iterated several times."""
+    """Rows that a function has changed. It can be iterated several times."""
 
     rows: Iterable[Record]
     change: Callable[[Record], Record]

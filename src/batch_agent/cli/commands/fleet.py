@@ -170,7 +170,7 @@ def wait(options: argparse.Namespace) -> int:
 
 
 class _WaitLine:
-    """What ``wait`` shows: one line that is rewritten on a terminal, otherwise a line now and then."""
+    """The line that ``wait`` shows. On a terminal it is rewritten; otherwise a line is written from time to time."""
 
     def __init__(self, waited: Waited) -> None:
         self._began = time.monotonic()

@@ -215,7 +215,7 @@ class Terminal:
         return shown
 
     def _act(self, shown: Shown, key: str) -> Shown | None:
-        """Do what a key says. Returns the row that is shown next. Raises Refusal or StoreError."""
+        """Do what a key means. Returns the row to show next, or None. Raises Refusal or StoreError."""
         draft, choices = self._draft, self._draft.choices
         if self._search:
             return self._searched(shown, key)
@@ -236,7 +236,7 @@ class Terminal:
         return shown
 
     def _searched(self, shown: Shown, key: str) -> Shown | None:
-        """Choose a class by what is typed of it."""
+        """Choose a class by typing a part of its name."""
         found = self._found()
         if key == ESCAPE:
             self._search = ""
@@ -252,7 +252,7 @@ class Terminal:
         return shown
 
     def _found(self) -> list[JsonValue]:
-        """Return the classes that have what is typed in them; those that begin with it come first."""
+        """Return the classes that contain the typed text; those that begin with it come first."""
         typed = self._search.removeprefix(SEARCH).casefold()
         names = [(class_name(value).casefold(), value) for value in self._draft.choices]
         return [value for name, value in sorted(names, key=lambda each: not each[0].startswith(typed)) if typed in name]
@@ -272,7 +272,7 @@ class Terminal:
         return self._next()
 
     def _edit(self) -> None:
-        """Ask for each field; an empty line keeps what is there."""
+        """Ask for each field; an empty line keeps the present value."""
         for field in self._review.form.fields:
             value = self._draft.values.get(field.name)
             before = "" if value is None else f" [{harmless(_shown(value), 60)}]"
@@ -344,7 +344,8 @@ def _shown(value: JsonValue) -> str:
 
 
 class TypedKeys:
-    """The keys of the terminal, one by one while entered. TypedKeys that come early are kept."""
+    """The keys that are pressed at the terminal, one by one, while this is entered. Keys that are pressed early are
+    kept."""
 
     def __enter__(self) -> Self:
         if sys.platform != "win32":
@@ -358,7 +359,7 @@ class TypedKeys:
             termios.tcsetattr(self._descriptor, termios.TCSADRAIN, self._before)
 
     def next(self, seconds: float | None = None) -> str:
-        """Return the next key; "" at the end of the input, or if none is pressed for ``seconds``."""
+        """Return the next key; "" at the end of the input, or if no key is pressed for ``seconds``."""
         sys.stdout.flush()
         if sys.platform == "win32":
             return msvcrt.getwch()

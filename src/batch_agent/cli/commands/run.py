@@ -142,7 +142,7 @@ def _loaded(options: argparse.Namespace, log: RequestLog) -> tuple[Run[object] |
 
 
 def _refuse_unreviewable(run: Run[object] | Flow) -> None:
-    """Raise SpecError for rows that people could not review, because nothing is recorded."""
+    """Raise SpecError if people review rows and nothing is recorded: their answers would have no place."""
     for prepared in run.parts.values():
         if prepared.cascade is not None and prepared.cascade.people and prepared.spec.run_dir is None:
             raise SpecError("people review the record of a run: leave out --no-run-dir")
@@ -440,8 +440,8 @@ class Reporter:
         yield from self._named_record(statistics)
 
     def people_wait(self, statistics: Statistics) -> bool:
-        """Say how many rows of a cascade wait for people, if the models have nothing to do. Returns whether there are
-        any."""
+        """Print how many rows of a cascade wait for people, if the models have nothing left to do. Returns whether
+        there are any."""
         escalated = statistics.cascade is not None and statistics.cascade.for_people > 0
         if not escalated or statistics.ended != "complete" or self._place is None:
             return False
@@ -452,7 +452,7 @@ class Reporter:
         return bool(words)
 
     def _say_overall(self, statistics: Statistics) -> None:
-        """Print the totals of a run that has earlier sessions: the summary is about this one."""
+        """Print the totals of a run with earlier sessions: the summary is only about the latest session."""
         if self._record(statistics) is None or self._place is None:
             return
         try:
@@ -521,7 +521,7 @@ def _merged(options: argparse.Namespace, command: Mapping[str, JsonValue]) -> ar
 
 
 def _is_as_it_was(view: RunSnapshot, options: argparse.Namespace) -> bool:
-    """Return whether neither the spec nor the rows of a complete run have changed: then it is not started, and results
+    """Return whether the spec and the rows of a complete run are unchanged. Then the run is not started, and results
     are not delivered again. Rows are compared by their hash."""
     recorded = view.facts.get("rows")
     if options.inputs == STDIN or is_pipeline(options) or not isinstance(recorded, dict) or recorded.get("failed"):

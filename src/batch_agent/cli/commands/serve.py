@@ -255,7 +255,7 @@ def _config(path: str | None) -> Mapping[str, object]:
 
 
 def _tables(config: Mapping[str, object], name: str) -> dict[str, dict[str, object]]:
-    """Return the tables below a name, such as [keys.alice]."""
+    """Return the tables below a name, such as those of [keys.alice]."""
     tables = config.get(name, {})
     if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
         raise SpecError(f'--config: {name} has tables, such as [{name}."name"]')
@@ -273,7 +273,7 @@ def _models_in(config: Mapping[str, object]) -> dict[str, str | Mapping[str, obj
 
 
 def _limits(options: argparse.Namespace, config: Mapping[str, object]) -> dict[str, Any]:
-    """Return each limit: of its flag, else of the file, else its default."""
+    """Return each limit: the value of its flag, else of the file, else its default."""
     given = config.get("limits", {})
     if not isinstance(given, dict):
         raise SpecError("--config: limits is a table")
@@ -403,7 +403,8 @@ def admin_command(options: argparse.Namespace) -> int:
 
 
 def _told(document: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the state of a server in words. A tenant sees less of it, and the data alone tell still less."""
+    """Yield the state of a server in words. A tenant sees less of it; without a running server, the data directory says
+    still less."""
     yield f"{_count(document['batches'], 'unfinished batch', 'es')}, {_count(document['lines_left'], 'line')} left"
     if (flying := document.get("lines_in_flight")) is not None:
         yield f"{_count(flying, 'line')} in flight"
@@ -440,7 +441,8 @@ def _reserved(account: Mapping[str, Any]) -> str:
 
 
 def _endpoint_line(each: Mapping[str, Any]) -> str:
-    """Return the line of a server of a model: what it does, or since when it cannot answer, why, and what it needs."""
+    """Return the line of a server of a model. If the server cannot answer, the line says since when, why, and what it
+    needs."""
     if each["up"]:
         return f"{each['upstream']}: up, {each['in_flight']} in flight"
     since = datetime.fromtimestamp(float(str(each["since"])), UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -487,8 +489,8 @@ def _message(body: bytes) -> str:
 
 
 def _running(options: argparse.Namespace) -> JsonObject | None:
-    """Return the state that the running server of the data tells; None if there is none on this machine, or several
-    share the data."""
+    """Return the state of the running server of these data. None if no server runs on this machine, or if several share
+    the data."""
     data = Path(options.data)
     if not is_locked(data / LOCK_FILE):  # else another program may listen there now, and would get the key
         return None
@@ -540,7 +542,7 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _sources(options: argparse.Namespace) -> Iterator[BinaryIO]:
-    """Yield the files with the outcomes of a batch, opened."""
+    """Yield the open files with the outcomes of a batch."""
     if options.url:
         yield _open(options)
         return

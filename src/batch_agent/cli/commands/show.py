@@ -183,8 +183,8 @@ def _has_id(row: ShownRow, wanted: str) -> bool:
 
 
 def _named(parts: Sequence[ShownPart], wanted: str) -> list[ShownRow]:
-    """Return the row ``STAGE/ID``, or the rows ``ID`` of all stages. Raises SpecError for a position that more than one
-    stage has."""
+    """Return the row ``STAGE/ID``, or the rows ``ID`` of all stages. Raises SpecError if ``ID`` is a position in more
+    than one stage."""
     stage, _, own = wanted.partition("/")
     within = [part for part in parts if part.name and part.name == stage and own]
     if within:
@@ -215,7 +215,8 @@ def _prompts(prepared: Prepared | None, value: object) -> tuple[str, str] | None
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Whether texts are shown in full, and the width of lines; None means that lines are not wrapped."""
+    """How rows are shown. Texts are in full or shortened; ``width`` is the length of lines, None if lines are not
+    wrapped."""
 
     full: bool = False
     width: int | None = None
@@ -311,7 +312,7 @@ def _tokens(record: Record | None, past: Past) -> tuple[int, int]:
 
 
 def _cut_off(past: Past) -> str:
-    """Return the text of an incomplete answer, which is not one of the turns; else ""."""
+    """Return the text of an incomplete answer, which is not one of the turns; "" if there is none."""
     text = past.failed.text if past.failed is not None else ""
     answers = [turn.reply.text for turn in past.turns[-1:]] + [ask.reply.text for ask in past.asked]
     return "" if text in answers else text

@@ -123,8 +123,8 @@ def status_json(
 
 
 def _score(run: RunReader, view: RunSnapshot) -> JsonObject | None:
-    """Return the score of a run with gold: as it was at its end, or so far. Looking at it here is no look: the run or
-    ``score`` counts one."""
+    """Return the score of a run with gold, as it was at its end or so far; None without gold. It does not count as a
+    look at the gold: the run or ``score`` counts one."""
     if not has_gold(view.facts):
         return None
     if view.state not in ALIVE and isinstance(score := (view.summary or {}).get("score"), dict):
@@ -138,7 +138,7 @@ def _score(run: RunReader, view: RunSnapshot) -> JsonObject | None:
 
 
 def _people(run: RunReader, view: RunSnapshot) -> People:
-    """Return what people have judged and what is left for them; nothing for a run that people do not review."""
+    """Return what people have judged and what is left for them; empty if people do not review the run."""
     if not view.facts or (view.state in ALIVE and view.progress.ok + view.progress.failed > SCORED_ROWS):
         return {}
     try:
@@ -148,7 +148,8 @@ def _people(run: RunReader, view: RunSnapshot) -> People:
 
 
 def _promise(run: RunReader, view: RunSnapshot) -> PromiseStanding | None:
-    """Return how the promise of a run stands. Of a long run it is computed when the run does not work."""
+    """Return how the promise of a run stands; None if it has none. For a long run it is computed only when no process
+    works on it."""
     if view.state in ALIVE and view.progress.ok + view.progress.failed > SCORED_ROWS:
         return None
     return standing_in(run)

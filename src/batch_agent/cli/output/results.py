@@ -36,8 +36,8 @@ STDOUT_DESCRIPTOR = 1
 
 
 class ResultLines(ABC):
-    """Where the lines of results go. ``finish`` is called once; with ``empty``, also without a line there is an output
-    then, and it replaces an older one."""
+    """The place to which lines of results are written. Call ``finish`` once. ``empty``: even without a line an output
+    is made, which replaces an older one."""
 
     destination = ""  # shown to the user
 
@@ -46,15 +46,16 @@ class ResultLines(ABC):
 
     @abstractmethod
     def write_now(self, line: bytes) -> None:
-        """Write a line and block until it is written."""
+        """Write a line. Blocks until it is written."""
 
     @abstractmethod
     def finish(self, *, empty: bool) -> None: ...
 
 
 class ResultWriter:
-    """``replaces`` is whether there is an older output, which only a run with an answer replaces. With ``ordered``,
-    results are in the order of their rows: early ones wait in the file ``waiting``, or in a temporary file."""
+    """Writes results. ``replaces``: there is an older output, which is replaced only if a row has an answer.
+    ``ordered``: results are in the order of their rows; early ones wait in the file ``waiting``, or in a temporary
+    file."""
 
     written = 0  # results that were passed on without an error
 
@@ -86,7 +87,7 @@ class ResultWriter:
 
     @property
     def keeps_old(self) -> bool:
-        """Return whether the older output stays, because no row has an answer."""
+        """Return whether the older output stays because no row has an answer."""
         return self._replaces and not self._begun
 
     async def write(self, result: AgentResult[object]) -> bool:
@@ -136,7 +137,8 @@ def open_results(path: Path | None, *, ordered: bool = False) -> ResultWriter:
 
 
 class FileLines(ResultLines):
-    """Results in a file. Its old content is deleted when the first result arrives, not when a run fails to start."""
+    """Results in a file. Its old content is deleted when the first result is written, so that a run that does not start
+    keeps it."""
 
     def __init__(self, path: Path) -> None:
         self.destination = str(path)
@@ -321,7 +323,7 @@ class InputOrder:
         self._count = 0
 
     def put(self, index: int, line: bytes) -> Iterator[bytes]:
-        """Take a line, and yield the lines that are next in order."""
+        """Accept a line, and yield the lines that are next in order."""
         if index > self._next:
             self._places.extend(itertools.repeat(-1, index + 1 - len(self._places)))
             self._places[index] = self._waiting.seek(0, os.SEEK_END)

@@ -54,7 +54,7 @@ def put(text: str, stream: TextIO | None = None) -> None:
 
 
 def put_json(value: object, stream: TextIO | None = None) -> None:
-    """Print one line of JSON like ``put``."""
+    """Print a value as one line of JSON on standard output, or on the stream that was standard output."""
     from batch_agent.files.results import to_json  # imported here, so that help texts appear quickly
 
     put(to_json(value).decode(), stream)

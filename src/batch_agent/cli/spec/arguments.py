@@ -278,8 +278,8 @@ TEXT_OR_PAIRS = {"gold": "FIELD=COLUMN", "vote": "FIELD=HOW"}
 
 
 class Pairs(argparse.Action):
-    """Reads a mapping: ``NAME=VALUE``, again for each name, or JSON. A text without ``=`` stands for itself, where the
-    option may be text."""
+    """Reads a mapping, given as ``NAME=VALUE`` once for each name, or as JSON. A text without ``=`` is kept as text if
+    the option may be text."""
 
     def __call__(self, parser: object, options: argparse.Namespace, value: object, name: object = None) -> None:
         text, before = str(value), getattr(options, self.dest)

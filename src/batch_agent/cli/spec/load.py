@@ -89,7 +89,7 @@ def overrides_of(file: SpecFile, options: argparse.Namespace) -> dict[str, objec
 
 
 def _cluster_of(options: argparse.Namespace) -> dict[str, object]:
-    """Return the option ``cluster``, or no option without ``--ray``."""
+    """Return the option ``cluster``; {} without ``--ray``."""
     given = {name: value for name in CLUSTER if (value := getattr(options, name)) is not None}
     address = given.pop("ray", None)
     if address is None:
@@ -154,7 +154,7 @@ def given_options(options: argparse.Namespace) -> dict[str, object]:
 
 
 def settings_beside(options: argparse.Namespace, settings: Iterable[str]) -> list[str]:
-    """Return the settings of an earlier command line that no flag of this one replaces."""
+    """Return the settings of an earlier command line that no flag of the present one replaces."""
     flags = {name for name, argument in FLAGS.items() if getattr(options, argument) is not None}
     return [item for item in settings if _setting(item)[0] not in flags]
 

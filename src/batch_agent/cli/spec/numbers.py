@@ -31,7 +31,8 @@ def add_key(parser: argparse.ArgumentParser) -> None:
 
 
 def key_of(options: argparse.Namespace) -> tuple[str, str]:
-    """Return the key that clients must send ("": none), and what the command says of it: only a new one is shown."""
+    """Return the key that clients must send ("": none), and the words in which the command reports it. Only a new key
+    is shown."""
     from batch_agent.door import DOOR_KEY_VARIABLE, is_loopback
 
     if options.no_key:

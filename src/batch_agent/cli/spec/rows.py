@@ -72,7 +72,7 @@ async def read_pipe(descriptor: int, name: str, limit: int | None, suffix: str |
 
 
 def _at_hand(rows: Iterator[Row], lines: _PipeLines) -> list[Row]:
-    """Wait for the next row, and return it with the rows whose lines have already arrived. Empty at the end."""
+    """Wait for the next row. Return it with the rows whose lines have already arrived; empty at the end."""
     batch = list(islice(rows, 1))
     while batch and lines.ready:
         more = list(islice(rows, 1))

@@ -55,7 +55,7 @@ class SpecFile:
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Name this file in a SpecError of the block."""
+        """Add the name of this file to a SpecError that is raised in the block."""
         try:
             yield
         except SpecError as error:

@@ -64,7 +64,8 @@ def prepared_again(run: RunReader, import_from: Path | None = None) -> Mapping[s
 
 
 def _by_command(run: RunReader, facts: JsonObject, recorded: Mapping[str, JsonObject]) -> dict[str, Prepared]:
-    """Return the parts that the command of a run starts now, if they are as recorded. Raises SpecError if it cannot."""
+    """Return the parts that the command of a run would start now, if they are as recorded. Raises SpecError if the
+    command cannot be read."""
     options = command_again(
         recorded_command(
             facts,
@@ -95,8 +96,8 @@ def _by_command(run: RunReader, facts: JsonObject, recorded: Mapping[str, JsonOb
 
 
 def _with_requests(run: RunReader, before: AgentNode, node: ReduceNode, prepared: Prepared) -> Prepared:
-    """Return a reduction whose inputs are its requests without an answer, made again from the answers of the stage
-    ``before``. There are none if a function is between the two."""
+    """Return a reduction with its requests without an answer as inputs. They are made again from the answers of the
+    stage ``before``, which is impossible if a function is between the two stages."""
     with run.stage(before.name) as stage:
         records = sorted(stage.rows, key=lambda record: cast(int, record["index"]))
         items = [_item(record, before.prepared.carry) for record in records]
@@ -171,7 +172,7 @@ def unfinished_rows(run: RunReader, prepared: Prepared | None, others: Sequence[
 def _inputs(
     run: RunReader, prepared: Prepared | None, others: Sequence[RunReader], wanted: set[bytes]
 ) -> dict[bytes, list[tuple[int, str, object]]]:
-    """Return the index, the id and the input of rows, by the hash of the input."""
+    """Return index, id and input of the wanted rows, by the hash of the input."""
     known: dict[bytes, list[tuple[int, str, object]]] = {row: [] for row in wanted}
     spec = None if prepared is None else prepared.spec
     column = None if spec is None else spec.id_column
@@ -193,8 +194,8 @@ def _inputs(
 
 
 def _answered(run: RunReader) -> Iterator[tuple[int, object, str | None]]:
-    """Yield what may be a row of the next stage, and its id: each output, its items if it is a list, and as a field,
-    with the fields that it carries."""
+    """Yield everything that may be a row of the next stage, with its id: each output; the items of an output that is a
+    list; and both as a field, with the fields that the row carries on."""
     carry = run.facts().get("carry")
     names = [str(name) for name in carry] if isinstance(carry, list) else []
     for record in run.rows:

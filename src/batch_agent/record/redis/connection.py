@@ -34,7 +34,7 @@ MISSING = "a run in Redis needs the package redis (the extra redis)"
 
 
 class Client(Protocol):
-    """The methods that are used of redis-py's clients ``Redis`` and ``RedisCluster``."""
+    """The methods of redis-py's clients ``Redis`` and ``RedisCluster`` that are used here."""
 
     def execute_command(self, *args: Any, **options: Any) -> Any: ...
 
@@ -49,7 +49,7 @@ class Script(Protocol):
 
 def connect(address: StoreAddress, *, timeout: float = TIMEOUT) -> Client:
     """Return a blocking client whose answers are bytes. It connects at its first call. ``timeout`` must be longer than
-    any blocking command waits."""
+    the wait of any blocking command."""
     redis = _redis()
     from redis.backoff import NoBackoff
     from redis.retry import Retry
@@ -179,7 +179,7 @@ class RedisConnection:
 
 
 def _refusal(error: Exception) -> str:
-    """Return in words that the server refuses for a while; "" if it does not."""
+    """Return the words for a refusal of the server that will pass; "" for any other error."""
     exceptions = _redis().exceptions
     if isinstance(error, exceptions.OutOfMemoryError):
         return "is full: its memory has reached maxmemory"

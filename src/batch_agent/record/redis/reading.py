@@ -209,7 +209,7 @@ class RedisReader(RunReader):
             after = page[-1][0]
 
     def _rows_of(self, page: Sequence[tuple[str, dict[bytes, bytes]]]) -> Iterator[tuple[str, dict[bytes, bytes]]]:
-        """Yield the entries of the queue that a feeder has put there: each row has its place on record."""
+        """Yield the entries of the queue that a feeder has added: the place of each is on record."""
         named = [(place, fields, fields.get(b"row", b"")) for place, fields in page]
         known = self.command("HMGET", self.store.key("rows"), *(row for _, _, row in named)) if named else []
         for (place, fields, _), about in zip(named, known, strict=True):
@@ -234,7 +234,7 @@ class RedisReader(RunReader):
 
     def checked(self, found: Sequence[tuple[str, dict[bytes, bytes]]]) -> list[tuple[int, Record | None]]:
         """Return the places and records of entries of the stream of results. The record is None if the result is no
-        longer valid: the row was retried, or is no longer among the inputs."""
+        longer valid, because the row was retried or is no longer among the inputs."""
         if not found:
             return []
         known = self.command("HMGET", self.store.key("rows"), *(fields[b"row"] for _, fields in found))
@@ -324,7 +324,7 @@ class RedisReader(RunReader):
             await asyncio.sleep(EVERY)
 
     def _followed(self, row: str) -> LiveRow | None:
-        """Return a row as its worker reports it, with the text that is being streamed, else as it is recorded; None if
+        """Return a row as its worker reports it, with the text that is being streamed; else as it is recorded. None if
         it is not in the queue."""
         place, column = self._places.get(row), self._id_column()
         found = None if place is None else self._at(place)
@@ -371,7 +371,7 @@ class RedisReader(RunReader):
 
 
 def _named(row: QueuedRow, column: object) -> tuple[object, str]:
-    """Return the input of a row and its name: its id, one from an earlier stage, or its index."""
+    """Return the input of a row, and its name: its own id, its id from an earlier stage, or its index."""
     value, name = decode_row(row.value)
     return value, row_name(value, row.index, column, name)
 
@@ -400,8 +400,8 @@ class _RedisLines(RowLines):
         self._version: object = None
 
     def replaced(self) -> bool:
-        """A new session may leave out rows of the earlier one, which is known when all its rows are fed. After a run
-        was deleted, another one may have its name."""
+        """Return whether the lines that were read are no longer valid. A new session may leave out rows of the earlier
+        one, which is certain when all its rows are fed. After a run was deleted, another one may have its name."""
         session = self._reader.command("HMGET", self._reader.store.key("run"), "sitting", "fed")
         before, self._version = self._version, (session, self._reader.facts().get("started"))
         return before is not None and before != self._version
@@ -434,7 +434,7 @@ class _RedisLines(RowLines):
 
 
 class _History:
-    """The timeline of a run: rows that ended, by second, and samples of the present since this object exists."""
+    """The timeline of a run: rows that ended, by second, and samples taken since this object was created."""
 
     def __init__(self, reader: RedisReader) -> None:
         self._reader = reader
@@ -562,8 +562,8 @@ def _spans(place: int, record: Record, past: Past | None) -> list[Line]:
 
 
 def _reports(workers: Sequence[JsonObject]) -> Sequence[JsonObject]:
-    """Return the reports whose numbers add up to those of the run: that of its feeder, which counts all workers;
-    without one, those of the workers."""
+    """Return the reports whose numbers add up to those of the run: the feeder's, which counts all workers; without a
+    feeder, those of the workers."""
     return [worker for worker in workers if worker.get("feeder")] or workers
 
 

@@ -219,7 +219,7 @@ class BackendContract(ContractTerms):
         return ask(*messages, shape=replace(SHAPE, model=self.model), conversation=conversation)
 
     def shape(self, **options: Any) -> RequestShape:
-        """Return a shape with these options, and with what else the wire needs for them."""
+        """Return a shape with these options, and with everything else that the wire needs for them."""
         return RequestShape(model=self.model, **options)
 
     # Answers

@@ -227,7 +227,7 @@ class HttpContract(BackendContract):
 
     @asynccontextmanager
     async def _closed(self) -> AsyncIterator[Backend]:
-        """A backend whose server has gone."""
+        """Yield a backend whose server has closed."""
         async with WireServer(answer({})) as server:
             url = server.url
         async with self.backend(url) as backend, asyncio.timeout(self.patience):

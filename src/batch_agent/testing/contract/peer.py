@@ -77,7 +77,7 @@ Item = Say | Refuse | Hang | BreakOff | ErrorInside | Disconnect
 
 @dataclass(frozen=True)
 class Heard:
-    """One request as the server understood it. A field that the wire does not have stays as it is here."""
+    """One request as the server understood it. Fields that the wire does not have keep these defaults."""
 
     model: str
     # The system prompt first, wherever it stood. Merged ones are taken apart; a result has its tool's name where the
@@ -97,7 +97,7 @@ class Heard:
 
 
 def hear(dialect: ClientDialect, body: bytes, seals: Sequence[str] = ()) -> Heard:
-    """Return what a body says, as the gateway reads this wire."""
+    """Return the request in a body, read as the gateway reads this wire."""
     fields = orjson.loads(body)
     shape = dialect.read_kind(fields, "").shape
     return Heard(

@@ -164,7 +164,7 @@ def _go_on(page: int, offset: int = 0) -> str:
 
 
 def _open(located: Located, flags: int) -> int:
-    """Open the file without following symlinks, also those made since it was located."""
+    """Open the file without following symlinks, even if one was made after the file was located."""
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK  # opening a pipe must not wait for its writer
     if not located.inside:
         return os.open(located.root, flags)
