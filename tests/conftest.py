@@ -3,6 +3,7 @@ Tests that need more examples than these set their own number."""
 
 import gc
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from tests.examples import SEARCHES, examples
-from tests.record.redis_servers import RedisServer, redis_server
+from tests.record.redis_servers import RedisServer, needs_redis, redis_server
 
 # The assertions of the contract tell both sides when they fail, as those of test modules do.
 pytest.register_assert_rewrite("batch_agent.testing.contract")
@@ -26,6 +27,8 @@ settings.register_profile(
 )
 settings.load_profile("any machine")
 
+# A disk would take most of the time for syncing records, and a third of the CPU time of a recorded run.
+MEMORY, ROOM_BYTES = Path("/dev/shm"), 2 << 30
 NAMES = (f"run-{number}" for number in count())
 
 
@@ -67,13 +70,25 @@ def url(redis: RedisServer) -> str:
     return f"{redis.url}/{next(NAMES)}"
 
 
+@pytest.fixture(params=["directory", pytest.param("redis", marks=needs_redis)])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Where a run may be recorded that does not exist yet: a directory, and Redis."""
+    return str(tmp_path / "run" if request.param == "directory" else request.getfixturevalue("url"))
+
+
 def pytest_configure() -> None:
     """Take signals as a terminal's programs do: a shell's background job and ``nohup`` ignore some, and so would the
     processes that tests start and interrupt."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     gc.disable()  # collections while the modules are imported find no garbage; they take a tenth of the time
+    if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > ROOM_BYTES:
+        os.environ["TMPDIR"], tempfile.tempdir = str(MEMORY), None
     os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="batch-agent-test-state-")  # not the user's ledger of looks
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 
 def pytest_collection_finish() -> None:

@@ -9,15 +9,15 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Self
 
 import aiohttp
 import pytest
 from tests.cli.commandline import batch_agent, rows, serving, started
-from tests.record.redis_servers import needs_redis, redis_server
+from tests.record.redis_servers import needs_redis
 from tests.record.reviewed import CANARY, reviewed_run, tickets, truth
 from tests.warm import WarmProcess, start
 from yarl import URL
@@ -41,15 +41,6 @@ def judge_all(place: Any, who: str = "ada", rows: int = 0) -> None:
             name = shown.row.id
             given = {"label": truth(int(name.removeprefix("T-"))), "why": "people say so"}
             review.judge(who, shown.row.row, shown.row.queue, "none" if name == "T-4" else "answer", given)
-
-
-@pytest.fixture(params=["directory", pytest.param("redis", marks=needs_redis)])
-def place(request: Any, tmp_path: Path) -> Iterator[str]:
-    if request.param == "directory":
-        yield str(tmp_path / RUN)
-        return
-    with redis_server(tmp_path / "redis") as server:
-        yield f"{server.url}/run"
 
 
 async def test_export_delivers_peoples_answers_beside_those_of_the_models(place: str, tmp_path: Path) -> None:
@@ -87,20 +78,19 @@ async def test_a_copy_of_a_run_has_what_people_answered(place: str, tmp_path: Pa
 
 
 @needs_redis
-async def test_a_copy_in_redis_has_what_people_answered(tmp_path: Path) -> None:
+async def test_a_copy_in_redis_has_what_people_answered(url: str, tmp_path: Path) -> None:
     rows(tmp_path, *({"id": f"T-{row}", "input": f"ticket {row}"} for row in range(4)))
-    with redis_server(tmp_path / "redis") as server:
-        async with serving(tmp_path, lambda _: Say('{"label": "a"}'), 'output_schema: {label: "a|b"}\n'):
-            done = await batch_agent(tmp_path, "run", "spec.yaml", "--inputs", "rows.jsonl", "--run-dir", RUN)
-            assert done.code == 0, done.stderr
-            with PeopleReview.open(tmp_path / RUN) as review:
-                review.audit(2, "ada")
-                while (shown := review.next("ada")) is not None:
-                    review.judge("ada", shown.row.row, "audit", "answer", {"label": "b"})
-            copied = await batch_agent(tmp_path, "copy", RUN, f"{server.url}/copied")
-            assert copied.code == 0, copied.stderr
-        found = await batch_agent(tmp_path, "export", f"{server.url}/copied")
-        assert found.stdout.count('"answered_by":"people"') == 2
+    async with serving(tmp_path, lambda _: Say('{"label": "a"}'), 'output_schema: {label: "a|b"}\n'):
+        done = await batch_agent(tmp_path, "run", "spec.yaml", "--inputs", "rows.jsonl", "--run-dir", RUN)
+        assert done.code == 0, done.stderr
+        with PeopleReview.open(tmp_path / RUN) as review:
+            review.audit(2, "ada")
+            while (shown := review.next("ada")) is not None:
+                review.judge("ada", shown.row.row, "audit", "answer", {"label": "b"})
+        copied = await batch_agent(tmp_path, "copy", RUN, url)
+        assert copied.code == 0, copied.stderr
+    found = await batch_agent(tmp_path, "export", url)
+    assert found.stdout.count('"answered_by":"people"') == 2
 
 
 async def test_status_says_what_people_have_judged_and_what_waits(place: str, tmp_path: Path) -> None:
@@ -300,35 +290,32 @@ class Terminal:
         return shown
 
 
-@pytest.mark.parametrize("kind", ["directory", pytest.param("redis", marks=needs_redis)])
-async def test_a_run_whose_rows_wait_for_people_ends_with_6_until_they_are_judged(tmp_path: Path, kind: str) -> None:
+async def test_a_run_whose_rows_wait_for_people_ends_with_6_until_they_are_judged(place: str, tmp_path: Path) -> None:
     rows(tmp_path, *({"id": f"T-{row}", "input": f"ticket {row}"} for row in range(6)))
-    with redis_server(tmp_path / "redis") if kind == "redis" else nullcontext() as redis:
-        where = RUN if redis is None else f"{redis.url}/run"
-        async with serving(tmp_path, lambda _: Say('{"label": "b"}')) as server:
-            cascade = json.dumps([{"backend": server.backend_url, "model": "m"}, "people"])
-            command = ["run", "--task", "Say {input}", "--inputs", "rows.jsonl", "--schema", '{"label": "a|b"}']
-            command += ["--cascade", cascade, "--escalate", "output.label == 'b'", "--run-dir", where]
-            done = await batch_agent(tmp_path, *command)
-            assert done.code == 6, done.stderr
-            assert f"6 rows wait for people: batch-agent review {where}" in done.stderr
-            with PeopleReview.open(where if redis else tmp_path / RUN) as review:
-                for label in "aaaab":
-                    shown = review.next("ada")
-                    assert shown is not None
-                    assert shown.model is not None
-                    review.judge("ada", shown.row.row, "repair", "answer", {"label": label})
-            again = await batch_agent(tmp_path, *command, "--resume")
-            assert again.code == 6
-            assert f"1 row waits for people: batch-agent review {where}" in again.stderr
-            with PeopleReview.open(where if redis else tmp_path / RUN) as review:
+    async with serving(tmp_path, lambda _: Say('{"label": "b"}')) as server:
+        cascade = json.dumps([{"backend": server.backend_url, "model": "m"}, "people"])
+        command = ["run", "--task", "Say {input}", "--inputs", "rows.jsonl", "--schema", '{"label": "a|b"}']
+        command += ["--cascade", cascade, "--escalate", "output.label == 'b'", "--run-dir", place]
+        done = await batch_agent(tmp_path, *command)
+        assert done.code == 6, done.stderr
+        assert f"6 rows wait for people: batch-agent review {place}" in done.stderr
+        with PeopleReview.open(place) as review:
+            for label in "aaaab":
                 shown = review.next("ada")
                 assert shown is not None
-                review.judge("ada", shown.row.row, "repair", "none")
-            last = await batch_agent(tmp_path, *command, "--resume")
-            assert "for people" not in last.stderr.splitlines()[-1]
-            assert last.code == 0, last.stderr
-        found = await batch_agent(tmp_path, "export", where)
-        lines = [json.loads(line) for line in found.stdout.splitlines()]
-        assert [each["output"] for each in lines] == [*[{"label": "a"}] * 4, {"label": "b"}, None]
-        assert all(each["answered_by"] == "people" and "waits_for" not in each for each in lines)
+                assert shown.model is not None
+                review.judge("ada", shown.row.row, "repair", "answer", {"label": label})
+        again = await batch_agent(tmp_path, *command, "--resume")
+        assert again.code == 6
+        assert f"1 row waits for people: batch-agent review {place}" in again.stderr
+        with PeopleReview.open(place) as review:
+            shown = review.next("ada")
+            assert shown is not None
+            review.judge("ada", shown.row.row, "repair", "none")
+        last = await batch_agent(tmp_path, *command, "--resume")
+        assert "for people" not in last.stderr.splitlines()[-1]
+        assert last.code == 0, last.stderr
+    found = await batch_agent(tmp_path, "export", place)
+    lines = [json.loads(line) for line in found.stdout.splitlines()]
+    assert [each["output"] for each in lines] == [*[{"label": "a"}] * 4, {"label": "b"}, None]
+    assert all(each["answered_by"] == "people" and "waits_for" not in each for each in lines)

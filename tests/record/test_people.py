@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from tests.record.redis_servers import needs_redis, redis_server
 from tests.record.reviewed import CANARY, LABELS, reviewed_run, tickets, truth
 
 from batch_agent import BatchAgent, Pipeline
@@ -21,15 +18,6 @@ from batch_agent.testing import Fail, Say, ScriptedServer
 from batch_agent.trust.review import AUDIT, REPAIR
 
 pytestmark = pytest.mark.usefixtures("state")
-
-
-@pytest.fixture(params=["directory", pytest.param("redis", marks=needs_redis)])
-def place(request: Any, tmp_path: Path) -> Iterator[Path | str]:
-    if request.param == "directory":
-        yield tmp_path / "run"
-        return
-    with redis_server(tmp_path / "redis") as server:
-        yield f"{server.url}/run"
 
 
 def opened(place: Path | str, **options: Any) -> PeopleReview:
@@ -51,7 +39,7 @@ def judge(review: PeopleReview, shown: Shown, who: str, label: str | None = None
     review.judge(who, shown.row.row, shown.row.queue, "answer", given, shown.row.input)
 
 
-async def test_the_audit_shows_nothing_of_the_models_answer(place: Path | str) -> None:
+async def test_the_audit_shows_nothing_of_the_models_answer(place: str) -> None:
     await reviewed_run(place)
     with opened(place, overlap=0.0) as review:
         review.audit(12, "ada")
@@ -67,7 +55,7 @@ async def test_the_audit_shows_nothing_of_the_models_answer(place: Path | str) -
         assert (left.open, left.judged) == (0, 12)
 
 
-async def test_failed_rows_are_repaired_and_what_failed_is_shown(place: Path | str) -> None:
+async def test_failed_rows_are_repaired_and_what_failed_is_shown(place: str) -> None:
     await reviewed_run(place)
     with opened(place) as review:
         assert [row.id for row in review.queue(REPAIR)] == ["T-3", "T-10", "T-17", "T-24"]
@@ -82,7 +70,7 @@ async def test_failed_rows_are_repaired_and_what_failed_is_shown(place: Path | s
 
 
 async def test_rows_that_no_entry_of_a_cascade_could_answer_are_repaired_with_all_their_failures_shown(
-    place: Path | str,
+    place: str,
 ) -> None:
     def large(request: Any) -> Any:
         return Fail(400, "too odd") if "ticket 3" in str(request.body) else Say('{"label": "account", "why": "x"}')
@@ -107,7 +95,7 @@ async def test_rows_that_no_entry_of_a_cascade_could_answer_are_repaired_with_al
         assert (failed["escalated"], failed["waits_for"]) == (True, "people")
 
 
-async def test_peoples_answers_are_delivered_and_the_models_stay(place: Path | str) -> None:
+async def test_peoples_answers_are_delivered_and_the_models_stay(place: str) -> None:
     await reviewed_run(place)
     with opened(place, overlap=0.0) as review:
         before = [*review.run.rows]
@@ -135,7 +123,7 @@ async def test_peoples_answers_are_delivered_and_the_models_stay(place: Path | s
         assert {row.id for row in review.queue(REPAIR)} == {"T-3", "T-10", "T-17", "T-24"}
 
 
-async def test_two_reviewers_in_two_processes_never_get_the_same_row(place: Path | str) -> None:
+async def test_two_reviewers_in_two_processes_never_get_the_same_row(place: str) -> None:
     await reviewed_run(place)
     with opened(place, overlap=0.0) as one, opened(place, overlap=0.0) as other:
         one.audit(10, "ada")
@@ -149,7 +137,7 @@ async def test_two_reviewers_in_two_processes_never_get_the_same_row(place: Path
         assert one.next("ada", AUDIT) is None
 
 
-async def test_rows_for_two_show_how_well_people_agree(place: Path | str) -> None:
+async def test_rows_for_two_show_how_well_people_agree(place: str) -> None:
     await reviewed_run(place, overlap=1.0)
     with opened(place) as review:
         review.audit(10, "ada")
@@ -167,7 +155,7 @@ async def test_rows_for_two_show_how_well_people_agree(place: Path | str) -> Non
         assert review.next("eve", AUDIT) is not None
 
 
-async def test_a_lease_ends_after_its_time(place: Path | str) -> None:
+async def test_a_lease_ends_after_its_time(place: str) -> None:
     await reviewed_run(place, review_lease=1e-6)
     with opened(place) as review:
         assert review.lease == 1e-6
@@ -177,7 +165,7 @@ async def test_a_lease_ends_after_its_time(place: Path | str) -> None:
         assert one.row == other.row
 
 
-async def test_undo_gives_the_row_back(place: Path | str) -> None:
+async def test_undo_gives_the_row_back(place: str) -> None:
     await reviewed_run(place)
     with opened(place) as review:
         review.audit(3, "ada")
@@ -262,7 +250,7 @@ async def test_an_edited_row_and_another_schema_void_what_people_said(tmp_path: 
         assert review.voided == 1
 
 
-async def test_a_finished_audit_is_gold_for_the_next_prompt(place: Path | str) -> None:
+async def test_a_finished_audit_is_gold_for_the_next_prompt(place: str) -> None:
     await reviewed_run(place, gold=None, inputs=[{"id": f"T-{row}", "text": f"ticket {row}"} for row in range(30)])
     with opened(place, overlap=0.0) as review:
         with pytest.raises(SpecError, match="has no audit"):
@@ -326,34 +314,30 @@ async def test_an_answer_counts_though_the_models_have_answered_the_row_meanwhil
         assert review.delivered(record)["output"] == {"label": "billing", "why": "x"}
 
 
-@pytest.mark.parametrize("kind", ["directory", pytest.param("redis", marks=needs_redis)])
-async def test_the_answers_of_a_pipelines_last_stage_are_reviewed(tmp_path: Path, kind: str) -> None:
+async def test_the_answers_of_a_pipelines_last_stage_are_reviewed(place: str) -> None:
     def says(request: Any) -> Say:
         return Say('{"label": "a"}') if "Label" in str(request.body) else Say("a summary")
 
-    stack = redis_server(tmp_path / "redis") if kind == "redis" else nullcontext()
-    with stack as server:
-        place = tmp_path / "run" if server is None else f"{server.url}/run"
-        async with ScriptedServer(says) as model:
-            inputs = [{"id": f"T-{row}", "text": f"ticket {row}"} for row in range(6)]
-            first = Pipeline(inputs).map(name="sum", task="Sum up {text}")
-            pipeline = first.map(name="label", task="Label {input}", output_schema={"label": "a|b"})
-            await pipeline.run(backend=model.backend_url, model="small", run_dir=place)
-        with opened(place, overlap=0.0) as review:
-            review.audit(3, "ada")
-            while (shown := review.next("ada")) is not None:
-                review.judge("ada", shown.row.row, AUDIT, "answer", {"label": "b"})
-            delivered = [review.delivered(each) for each in review.run.rows]
-        with opened(place, stage="sum") as first_stage:
-            assert first_stage.form.whole
-            assert not first_stage.begun
-        with pytest.raises(SpecError, match="has no stage 'other'"):
-            opened(place, stage="other")
-        assert sum(each["output"] == {"label": "b"} for each in delivered) == 3
-        assert all(each["model"] == {"label": "a"} for each in delivered)
-        if kind == "directory":
-            assert (tmp_path / "run" / "label" / REVIEW).exists()
-            assert not (tmp_path / "run" / REVIEW).exists()
+    async with ScriptedServer(says) as model:
+        inputs = [{"id": f"T-{row}", "text": f"ticket {row}"} for row in range(6)]
+        first = Pipeline(inputs).map(name="sum", task="Sum up {text}")
+        pipeline = first.map(name="label", task="Label {input}", output_schema={"label": "a|b"})
+        await pipeline.run(backend=model.backend_url, model="small", run_dir=place)
+    with opened(place, overlap=0.0) as review:
+        review.audit(3, "ada")
+        while (shown := review.next("ada")) is not None:
+            review.judge("ada", shown.row.row, AUDIT, "answer", {"label": "b"})
+        delivered = [review.delivered(each) for each in review.run.rows]
+    with opened(place, stage="sum") as first_stage:
+        assert first_stage.form.whole
+        assert not first_stage.begun
+    with pytest.raises(SpecError, match="has no stage 'other'"):
+        opened(place, stage="other")
+    assert sum(each["output"] == {"label": "b"} for each in delivered) == 3
+    assert all(each["model"] == {"label": "a"} for each in delivered)
+    if not place.startswith("redis"):
+        assert Path(place, "label", REVIEW).exists()
+        assert not Path(place, REVIEW).exists()
 
 
 async def test_a_promise_about_one_field_asks_for_that_field_alone(tmp_path: Path) -> None:

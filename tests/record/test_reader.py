@@ -27,11 +27,6 @@ from batch_agent.testing import CallTools, Fail, Request, Say, ScriptedBackend, 
 SCHEMA = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
 
 
-@pytest.fixture(params=["directory", pytest.param("redis", marks=needs_redis)])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return str(tmp_path / "run") if request.param == "directory" else str(request.getfixturevalue("url"))
-
-
 @Tool.define(cacheable=True)
 def look_up(sku: str) -> str:
     """Looks it up."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.record.redis_servers import needs_redis, redis_server
+from tests.record.redis_servers import needs_redis
 
 from batch_agent.errors import StoreError
 from batch_agent.record.review import REVIEW, DirectoryLog, ReviewLog, event_of, line_of
@@ -25,19 +25,17 @@ def answer(n: int, row: int, who: str = "ada", output: object = None) -> Event:
 
 
 @pytest.fixture(params=["directory", pytest.param("redis", marks=needs_redis)])
-def open_log(request: Any, tmp_path: Path) -> Iterator[Callable[[], ReviewLog]]:
+def open_log(request: Any, tmp_path: Path) -> Callable[[], ReviewLog]:
     if request.param == "directory":
-        yield lambda: DirectoryLog(tmp_path)
-        return
+        return lambda: DirectoryLog(tmp_path)
     from batch_agent.record.address import StoreAddress
     from batch_agent.record.redis.connection import connect
     from batch_agent.record.redis.review import RedisLog
 
-    with redis_server(tmp_path / "redis") as server:
-        address = StoreAddress.parse(f"{server.url}/review")
-        with closing(connect(address)) as client:
-            client.execute_command("HSET", f"{address.prefix}run", "facts", "{}")
-        yield lambda: RedisLog(address)
+    address = StoreAddress.parse(request.getfixturevalue("url"))
+    with closing(connect(address)) as client:
+        client.execute_command("HSET", f"{address.prefix}run", "facts", "{}")
+    return lambda: RedisLog(address)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from typing import Any
 from batch_agent.backends.base import Capabilities
 from batch_agent.messages import TokenChance
 from batch_agent.record.people import PeopleReview
+from batch_agent.record.promise import PromiseStanding
+from batch_agent.run.promise import standing_of
 from batch_agent.testing import Fail, Request, Say, ScriptedBackend
 from batch_agent.testing.wire import Script
 
@@ -47,7 +49,14 @@ def doubting(script: Script) -> ScriptedBackend:
     return ScriptedBackend(script, capabilities=Capabilities(native_schema=True, logprobs=True))
 
 
-def judge(run: Path, rows: list[dict[str, Any]], *, most: int | None = None, who: str = "ann") -> int:
+def standing(run: Path | str) -> PromiseStanding:
+    """Return how the promise of a recorded run stands."""
+    found = standing_of(str(run))
+    assert found is not None
+    return found
+
+
+def judge(run: Path | str, rows: list[dict[str, Any]], *, most: int | None = None, who: str = "ann") -> int:
     """Let a person judge what waits, with the right answers, and return the number of judgements."""
     truth, done = {row["id"]: row["truth"] for row in rows}, 0
     with PeopleReview.open(str(run), overlap=0.0) as review:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.cli.commandline import batch_agent
-from tests.record.redis_servers import needs_redis, redis_server
+from tests.record.redis_servers import needs_redis
 from tests.record.reviewed import SCHEMA, says, tickets, truth
 from tests.run.process_work import WarmCrew
 
@@ -44,18 +43,17 @@ def judge(place: Any) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_a_resume_sends_no_row_that_people_have_answered_unless_it_is_asked_to(
-    shape: str, tmp_path: Path
+    shape: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    with redis_server(tmp_path / "redis") if shape == "redis" else nullcontext() as redis:
-        place = tmp_path / "run" if redis is None else f"{redis.url}/answered"
-        async with ScriptedServer(says, models=["small"]) as server:
-            await run(server, place, shape)
-            judge(place)
-            before = server.received
-            await run(server, place, shape, resume=True)
-            assert server.received == before
-            await run(server, place, shape, resume=True, retry_failed=True)
-            assert server.received == before + len(FAILED)
+    place = request.getfixturevalue("url") if shape == "redis" else tmp_path / "run"
+    async with ScriptedServer(says, models=["small"]) as server:
+        await run(server, place, shape)
+        judge(place)
+        before = server.received
+        await run(server, place, shape, resume=True)
+        assert server.received == before
+        await run(server, place, shape, resume=True, retry_failed=True)
+        assert server.received == before + len(FAILED)
 
 
 async def test_failed_rows_without_an_answer_of_people_and_edited_ones_are_sent(tmp_path: Path) -> None:

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.run.promised import MOODS, answer, doubting, judge, table
+from tests.run.promised import MOODS, answer, doubting, judge, standing, table
 
 from batch_agent import BatchAgent, Pipeline, Results
 from batch_agent.errors import SpecError
 from batch_agent.record.certificate import certificate_of, check
 from batch_agent.record.people import PeopleReview
-from batch_agent.record.promise import PromiseStanding
-from batch_agent.run.promise import priced, standing_of
+from batch_agent.run.promise import priced
 
 pytestmark = pytest.mark.usefixtures("state")
 
@@ -25,12 +24,6 @@ async def run(rows: list[dict[str, Any]], place: Path, **options: Any) -> Result
     if "gold" not in options:
         known["inputs"] = [{name: row[name] for name in ("id", "text")} for row in rows]
     return await BatchAgent.run(**{**known, "promise": "mood.accuracy >= 0.9", **options})
-
-
-def standing(place: Path) -> PromiseStanding:
-    found = standing_of(place)
-    assert found is not None
-    return found
 
 
 def events(place: Path, kind: str) -> list[dict[str, Any]]:
@@ -238,7 +231,7 @@ def say(place: Path, kind: str, *, rows: list[dict[str, Any]], who: str = "ann",
         truth = {row["id"]: row["truth"] for row in rows}[shown.row.id]
         output = {"mood": truth} if given is None else given(truth)
         row = shown.row
-        review.judge(who, row.row, row.queue, kind, output if kind == "answer" else None, row.input)  # type: ignore[arg-type]
+        review.judge(who, row.row, row.queue, kind, output if kind == "answer" else None, row.input)
         return row
 
 

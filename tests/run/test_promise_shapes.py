@@ -13,15 +13,13 @@ from typing import Any
 
 import pytest
 from tests.cli.commandline import batch_agent
-from tests.record.redis_servers import needs_redis, redis_server
+from tests.record.redis_servers import needs_redis
 from tests.run.process_work import WarmCrew
-from tests.run.promised import MOODS, answer, judge, table
+from tests.run.promised import MOODS, answer, judge, standing, table
 from tests.warm import start
 
 from batch_agent import BatchAgent
 from batch_agent.record.people import PeopleReview
-from batch_agent.record.promise import PromiseStanding
-from batch_agent.run.promise import standing_of
 from batch_agent.testing import ScriptedServer
 
 ROWS = 200
@@ -34,12 +32,6 @@ pytestmark = pytest.mark.usefixtures("state")
 async def server() -> AsyncIterator[ScriptedServer]:
     async with ScriptedServer(answer, models=["scripted"]) as found:
         yield found
-
-
-def standing(run: Any) -> PromiseStanding:
-    found = standing_of(str(run))
-    assert found is not None
-    return found
 
 
 async def run(server: ScriptedServer, rows: list[dict[str, Any]], place: Any, **options: Any) -> None:
@@ -66,19 +58,17 @@ async def test_with_worker_processes_the_same_rows_are_audited_and_the_promise_i
 
 
 @needs_redis
-async def test_a_run_in_redis_is_proved_and_certified_there(server: ScriptedServer, tmp_path: Path) -> None:
+async def test_a_run_in_redis_is_proved_and_certified_there(server: ScriptedServer, url: str, tmp_path: Path) -> None:
     rows = table(120)
-    with redis_server(tmp_path / "redis") as redis:
-        place = f"{redis.url}/0/promised" if not redis.url.endswith("/0") else f"{redis.url}/promised"
-        await run(server, rows, place)
-        judge(place, rows)  # type: ignore[arg-type]
-        assert standing(place).state == "kept"
-        written = await batch_agent(tmp_path, "certify", place, "-o", "certificate.json")
-        assert written.code == 0, written.stderr
-        checked = await batch_agent(tmp_path, "certify", "--check", "certificate.json", place)
-        assert checked.code == 0, checked.stderr
-        copied = await batch_agent(tmp_path, "copy", place, "copied")
-        assert copied.code == 0, copied.stderr
+    await run(server, rows, url)
+    judge(url, rows)
+    assert standing(url).state == "kept"
+    written = await batch_agent(tmp_path, "certify", url, "-o", "certificate.json")
+    assert written.code == 0, written.stderr
+    checked = await batch_agent(tmp_path, "certify", "--check", "certificate.json", url)
+    assert checked.code == 0, checked.stderr
+    copied = await batch_agent(tmp_path, "copy", url, "copied")
+    assert copied.code == 0, copied.stderr
     again = await batch_agent(tmp_path, "certify", "--check", "certificate.json", "copied")
     assert again.code == 0, again.stderr
 
@@ -86,7 +76,7 @@ async def test_a_run_in_redis_is_proved_and_certified_there(server: ScriptedServ
 KILLED = """
 import sys
 from pathlib import Path
-from tests.run.promised import judge, table
+from tests.run.promised import judge, standing, table
 judge(Path(sys.argv[1]), table(int(sys.argv[2])))
 """
 

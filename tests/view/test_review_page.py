@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-from tests.record.redis_servers import needs_redis, redis_server
 from tests.record.reviewed import CANARY, reviewed_run, tickets, truth
 from tests.view.browser import MISSING, PROGRAM, Page, chromium
 from yarl import URL
@@ -106,16 +105,7 @@ def label(row: Any) -> dict[str, str]:
     return {"label": truth(int(row["id"].removeprefix("T-")))}
 
 
-@pytest.fixture(params=["directory", pytest.param("redis", marks=needs_redis)])
-def place(request: Any, tmp_path: Path) -> Iterator[Path | str]:
-    if request.param == "directory":
-        yield tmp_path / "run"
-        return
-    with redis_server(tmp_path / "redis") as server:
-        yield f"{server.url}/run"
-
-
-async def test_no_byte_of_an_audit_has_anything_of_the_model(place: Path | str) -> None:
+async def test_no_byte_of_an_audit_has_anything_of_the_model(place: str) -> None:
     await reviewed_run(place, 12, samples=1, model="modelname-small")  # two of its rows have failed
     audit(place, 12)
     async with served(place) as address, reviewers(address, "ada", "bob") as people:

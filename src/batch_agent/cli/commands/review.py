@@ -4,7 +4,6 @@ of a table that ``export --review`` wrote."""
 from __future__ import annotations
 
 import argparse
-import asyncio
 import getpass
 import os
 import select
@@ -19,11 +18,9 @@ from typing import Self
 from pydantic import JsonValue
 
 from batch_agent.cli.exit_status import ALL_OK, ROWS_FAILED
-from batch_agent.cli.interrupts import serve
 from batch_agent.cli.output.streams import put, say
 from batch_agent.cli.spec.arguments import RUN_HELP
 from batch_agent.cli.spec.numbers import add_address, positive
-from batch_agent.door import is_loopback
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject
@@ -122,25 +119,18 @@ def _say_end(review: PeopleReview, options: argparse.Namespace) -> None:
 
 
 def _serve_page(options: argparse.Namespace) -> int:
+    from batch_agent.cli.commands.view import serve_page
     from batch_agent.view.runs import ShownRuns
     from batch_agent.view.server import ViewServer
 
     runs = ShownRuns([place_of(options.run)])
     key = "/".join(filter(None, (runs.first[0], options.stage)))
-    server = ViewServer(runs, options.host, options.port, review=key)
-    if not is_loopback(options.host):
-        say(
-            f"batch-agent: WARNING: {options.host} is reachable from other machines, and the connection is not "
-            "encrypted; anyone with the link can read the rows of the review, and answer"
-        )
-
-    async def ready(address: str) -> None:
-        put(address)
-        sys.stdout.flush()
-        say("this is the link for reviewers: it reaches the review alone. Ctrl-C stops the page")
-        await asyncio.get_running_loop().create_future()
-
-    return serve(server.serve(ready))
+    return serve_page(
+        ViewServer(runs, options.host, options.port, review=key),
+        options.host,
+        "anyone with the link can read the rows of the review, and answer",
+        "this is the link for reviewers: it reaches the review alone. Ctrl-C stops the page",
+    )
 
 
 def import_review_command(options: argparse.Namespace) -> int:

@@ -35,23 +35,32 @@ def add_view_arguments(parser: argparse.ArgumentParser) -> None:
 
 def view_command(options: argparse.Namespace) -> int:
     runs = _runs([place_of(run, named=False) for run in options.runs], waits=options.beside)
-    server = ViewServer(runs, options.host, options.port)
-    if not is_loopback(options.host):
-        say(
-            f"batch-agent: WARNING: {options.host} is reachable from other machines, and the connection is not "
-            "encrypted; anyone with the token can read all prompts and answers, and cancel runs"
-        )
+    return serve_page(
+        ViewServer(runs, options.host, options.port),
+        options.host,
+        "anyone with the token can read all prompts and answers, and cancel runs",
+        "Ctrl-C stops the page; runs continue without it",
+        beside=options.beside,
+    )
+
+
+def serve_page(server: ViewServer, host: str, risk: str, said: str, *, beside: bool = False) -> int:
+    """Print the address and what is ``said`` of it, and serve the page until Ctrl-C, or with ``beside`` until standard
+    input ends. Returns the exit status. ``risk``: who can do what with the address if others reach this ``host``."""
+    if not is_loopback(host):
+        open_to_others = f"{host} is reachable from other machines, and the connection is not encrypted"
+        say(f"batch-agent: WARNING: {open_to_others}; {risk}")
 
     async def ready(address: str) -> None:
         put(address)
         sys.stdout.flush()
-        if options.beside:
+        if beside:
             await in_thread(sys.stdin.read)
             return
-        say("Ctrl-C stops the page; runs continue without it")
+        say(said)
         await asyncio.get_running_loop().create_future()
 
-    return serve(server.serve(ready), last_word="" if options.beside else "stopped")  # the other process has the screen
+    return serve(server.serve(ready), last_word="" if beside else "stopped")  # the other process has the screen
 
 
 def _runs(places: list[RunPlace], *, waits: bool) -> ShownRuns:
