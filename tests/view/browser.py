@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import base64
+import functools
 import json
 import shutil
+import subprocess
 import tempfile
-from asyncio.subprocess import DEVNULL, PIPE
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -97,34 +100,50 @@ class Page:
         path.write_bytes(base64.b64decode(data["data"]))
 
 
-@asynccontextmanager
-async def chromium() -> AsyncIterator[Page]:
+@functools.cache
+def _browser() -> str:
+    """Start Chromium, and return the address at which it is controlled. It ends with this process."""
     assert PROGRAM is not None, MISSING
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        process = await asyncio.create_subprocess_exec(
+    profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    process = subprocess.Popen(
+        [
             *(PROGRAM, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),
             *("--disable-background-networking", "--disable-component-update", "--hide-scrollbars"),
-            *(f"--user-data-dir={profile}", "--remote-debugging-port=0", "about:blank"),
-            stdin=DEVNULL,
-            stdout=DEVNULL,
-            stderr=PIPE,
-        )
-        assert process.stderr is not None
+            *(f"--user-data-dir={profile.name}", "--remote-debugging-port=0", "about:blank"),
+        ],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    while "DevTools listening on" not in (line := process.stderr.readline()):
+        assert line, "Chromium ended"
+    threading.Thread(target=process.stderr.read, daemon=True).start()
+
+    def end() -> None:
+        process.kill()
+        process.wait()
+        profile.cleanup()
+
+    atexit.register(end)
+    return line.split()[-1]
+
+
+@asynccontextmanager
+async def chromium() -> AsyncIterator[Page]:
+    """A page of a browser that many tests share. It has storage and cookies of its own."""
+    address = _browser()
+    async with aiohttp.ClientSession() as session, session.ws_connect(address, max_msg_size=1 << 28) as control:
+        browser = Page(control)
+        context = (await browser.send("Target.createBrowserContext"))["browserContextId"]
+        target = await browser.send("Target.createTarget", url="about:blank", browserContextId=context)
+        own = f"{address.partition('/devtools/')[0]}/devtools/page/{target['targetId']}"
         try:
-            async with asyncio.timeout(PATIENCE):
-                while b"DevTools listening on" not in (line := await process.stderr.readline()):
-                    assert line, "Chromium ended"
-            port = line.decode().split("127.0.0.1:")[1].split("/")[0]
-            draining = asyncio.create_task(process.stderr.read())
-            async with aiohttp.ClientSession() as session:
-                async with session.get(f"http://127.0.0.1:{port}/json") as answer:
-                    target = next(each for each in await answer.json() if each["type"] == "page")
-                async with session.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=1 << 28) as socket:
-                    page = Page(socket)
-                    for domain in ("Page", "Runtime", "Network", "Log"):
-                        await page.send(f"{domain}.enable")
-                    yield page
+            async with session.ws_connect(own, max_msg_size=1 << 28) as socket:
+                page = Page(socket)
+                for domain in ("Page", "Runtime", "Network", "Log"):
+                    await page.send(f"{domain}.enable")
+                yield page
         finally:
-            process.kill()
-            await process.wait()
-            await draining
+            await browser.send("Target.disposeBrowserContext", browserContextId=context)
