@@ -112,7 +112,9 @@ def with_pictures(prompt: str, pictures: Pictures) -> str:
 
 
 def content_of(job: Job) -> Content:
-    """Return the message of a job with pictures, each in its place."""
+    """Return the message of a job: its text, or parts if it has pictures, each in its place."""
+    if not job.images:
+        return job.prompt
     parts: list[Part] = [job.prompt]
     for mark, image in job.images.items():
         parts = [piece for part in parts for piece in _split(part, mark, image)]
