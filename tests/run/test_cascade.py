@@ -391,7 +391,7 @@ class Elsewhere(ScriptedBackend):
 @virtual_clock
 @pytest.mark.parametrize("down", [False, True])
 async def test_rows_that_wait_for_a_later_entry_are_limited_and_one_that_is_down_stops_no_row(down: bool) -> None:
-    count, waiting, most = MOST_WAITING + 600, 0, 0
+    count, waiting, most = MOST_WAITING + 200, 0, 0
 
     async def slow(request: Request) -> Say | Fail:
         nonlocal waiting, most

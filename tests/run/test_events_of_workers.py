@@ -231,6 +231,7 @@ async def test_rows_that_the_feeders_own_worker_loses_end_once(shape: str, place
             assert isinstance(reader, RedisReader)
             while len(await asyncio.to_thread(reader.workers)) < 2:
                 await asyncio.sleep(0.05)
+        await asyncio.sleep(1.0)  # the worker finds the server now: later it would try again only after half a minute
         time.sleep(1.5 * given["lease"])  # as if this process was suspended: its leases end
         await until_second_turns(server, running, 2 * ROWS)  # the other worker has its rows
         script.go_on.set()
