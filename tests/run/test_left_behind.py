@@ -57,6 +57,7 @@ async def test_a_crash_is_noticed_and_a_run_ends_although_children_of_its_worker
                 model="m",
                 tools=[leave_one_behind],
                 processes=1,
+                lease=2.0,
                 run_dir=tmp_path / "run",
             )
     assert [result.output for result in results] == ["done", "done"]
