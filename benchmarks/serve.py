@@ -186,7 +186,7 @@ async def shares(backend: str, folder: Path, count: int) -> dict[str, object]:
         running = server.batches.running
         while not all(id in running and running[id].answered for id in ids):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        accounts = [server.turnstile.account(name) for name in ("one", "other")]
+        accounts = [server.line_scheduler.account(name) for name in ("one", "other")]
         before = [account.tokens for account in accounts]
         while running[ids[0]].lines.left > count // 4:  # noqa: ASYNC110
             await asyncio.sleep(0.01)

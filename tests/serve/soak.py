@@ -44,7 +44,7 @@ from batch_agent.gateway.client_request import ClientRequest
 from batch_agent.messages import Usage
 from batch_agent.run.run import Run
 from batch_agent.scheduler.core import Ticket
-from batch_agent.serve import ServeOptions, asking, batches, server, turnstile, upstreams, webhooks
+from batch_agent.serve import ServeOptions, asking, batches, line_scheduler, server, upstreams, webhooks
 from batch_agent.serve.catalog import Tenant
 from batch_agent.serve.clock import RATE
 from batch_agent.serve.lines import BatchLines
@@ -76,7 +76,7 @@ GONE = {Run, BatchLines, RunningBatch, ClientRequest, Ticket}  # what an idle se
 LOOKS = {
     (server, "BOOKS_SECONDS"): 1800.0,
     (server, "SWEEP_SECONDS"): 1800.0,
-    (turnstile, "TICK_SECONDS"): 900.0,
+    (line_scheduler, "TICK_SECONDS"): 900.0,
     (upstreams, "LOOK_SECONDS"): 1800.0,
     (upstreams, "IDLE_SECONDS"): 3600.0,
     (upstreams, "LIST_SECONDS"): 6 * HOUR,
@@ -332,14 +332,14 @@ def leftovers(service: BatchService, before: Counter[type]) -> Iterator[str]:
     """Yield what a server still has in memory when nothing is to be done. ``before``: of others in this process."""
     parts = {"batches": service.batches._live, "stops": service.batches._stops, "runs": service.batches.running}
     parts |= {
-        "entrants": service.turnstile.entrants,
+        "sources": service.line_scheduler.sources,
         "waiting": {k: v for k, v in service.batches._waiting.items() if v},
     }
     for name, part in parts.items():
         if part:
             yield f"{len(part)} {name} are left in memory: {list(part)[:3]}"
-    if service.turnstile.inflight:
-        yield f"{service.turnstile.inflight} lines are in flight"
+    if service.line_scheduler.inflight:
+        yield f"{service.line_scheduler.inflight} lines are in flight"
     for kind, number in (in_memory() - before).items():
         yield f"{number} {kind.__name__} are left in memory"
 

@@ -213,8 +213,8 @@ async def test_the_numbers_are_by_tenant_and_outcome(tmp_path: Path, monkeypatch
 async def test_the_label_of_a_tenant_is_bounded_and_the_sums_hold(tmp_path: Path) -> None:
     async with backend() as model, serving(tmp_path, model) as client:
         for number in range(MOST_TENANTS + 20):
-            client.server.turnstile.account(f"tenant-{number:03}").tokens = 10
-        client.server.turnstile.account("tenant-001~2").tokens = 5  # a new tenant of the same name
+            client.server.line_scheduler.account(f"tenant-{number:03}").tokens = 10
+        client.server.line_scheduler.account("tenant-001~2").tokens = 5  # a new tenant of the same name
         numbers = (await metrics(client))["tokens_total"]
         assert len(numbers) == MOST_TENANTS + 1 and sum(numbers.values()) == 10 * (MOST_TENANTS + 20) + 5
         assert numbers[(("tenant", "tenant-001"),)] == 15 and numbers[(("tenant", "other"),)] == 10 * 20

@@ -17,7 +17,7 @@ from tests.serve.test_openai_batches import backend
 
 from batch_agent.dispatch import load_poller
 from batch_agent.door import Handler
-from batch_agent.serve import turnstile
+from batch_agent.serve import line_scheduler
 from batch_agent.serve.asking import PRIORITY
 from batch_agent.serve.catalog import Tenant
 from batch_agent.testing import Hang, Request, Say
@@ -202,7 +202,7 @@ async def test_no_line_starts_while_an_interactive_request_may_wait_in_the_engin
     ):
         person = asyncio.create_task(client.post(CHAT, {"model": "m", "messages": ASKED}))
         await model.wait_requests(1)
-        while not client.server.turnstile.may_wait_in_engine():
+        while not client.server.line_scheduler.may_wait_in_engine():
             await asyncio.sleep(0.01)
         batch = await client.create([chat("a"), chat("b")])
         while (await client.get("/serve/status"))["waiting_because"] != "interactive requests come first":
@@ -295,13 +295,13 @@ async def test_young_lines_make_room_when_people_come_and_start_again_at_no_cost
         assert not errors and {engine.asked[f"say line-{number}"] for number in range(4)} == {2}
         # The tokens of the cancelled requests are not counted: their line did not need them.
         used = sum(line["response"]["body"]["usage"]["total_tokens"] for line in outputs)
-        (account,) = client.server.turnstile.accounts.values()
+        (account,) = client.server.line_scheduler.accounts.values()
         assert account.tokens == used + told["usage"]["total_tokens"]
-        assert not client.server.turnstile.inflight
+        assert not client.server.line_scheduler.inflight
 
 
 async def test_old_lines_stay_in_flight_when_people_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turnstile, "YOUNG_SECONDS", 0.0)
+    monkeypatch.setattr(line_scheduler, "YOUNG_SECONDS", 0.0)
     async with beside_lines(tmp_path, monkeypatch) as (engine, _, client, id):
         await client.post(CHAT, {"model": "m", "messages": ASKED})
         assert {engine.asked[f"say line-{number}"] for number in range(4)} == {1}
@@ -312,7 +312,7 @@ async def test_a_batch_is_cancelled_while_its_lines_make_room_for_people(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with beside_lines(tmp_path, monkeypatch) as (engine, model, client, id):
-        people = client.server.turnstile.governor
+        people = client.server.line_scheduler.governor
         people.waiting += 1  # one who is not served yet
         await client.post(CHAT, {"model": "m", "messages": ASKED})
         await model.wait_disconnects(4)
@@ -325,7 +325,7 @@ async def test_a_batch_is_cancelled_while_its_lines_make_room_for_people(
 
 async def test_lines_that_made_room_are_asked_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with beside_lines(tmp_path, monkeypatch) as (engine, model, client, id):
-        client.server.turnstile.governor.waiting += 1
+        client.server.line_scheduler.governor.waiting += 1
         await client.post(CHAT, {"model": "m", "messages": ASKED})
         await model.wait_disconnects(4)
     async with ScriptedServer(engine.script, models=["m"]) as model, serving(tmp_path, model) as client:

@@ -32,9 +32,9 @@ async def test_below_the_reserve_uploads_get_507_and_no_line_starts(tmp_path: Pa
         client.server._has_room = lambda: False  # type: ignore[method-assign]
         client.server.room = False
         batch = await client.create([chat("a")])
-        while not client.server.turnstile.why:
+        while not client.server.line_scheduler.why:
             await asyncio.sleep(0.01)
-        assert "disk" in client.server.turnstile.why and model.received == 0
+        assert "disk" in client.server.line_scheduler.why and model.received == 0
         client.server._has_room = lambda: True  # type: ignore[method-assign]
         assert (await client.wait(batch["id"]))["status"] == "completed"
 

@@ -104,7 +104,7 @@ async def test_a_restarted_server_goes_on_without_paying_twice(tmp_path: Path) -
             batch = await client.create(lines)
             while (await client.get(f"/v1/batches/{batch['id']}"))["request_counts"]["completed"] < 5:
                 await asyncio.sleep(0.01)
-            client.server.turnstile.resting = True
+            client.server.line_scheduler.resting = True
             client.server.batches.drain = _at_once  # type: ignore[method-assign]
         before = model.received
         gate.set()

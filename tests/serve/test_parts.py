@@ -32,13 +32,13 @@ sys.exit(main(sys.argv[1:]))
 async def test_a_part_that_fails_is_started_again_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "PAUSE_SECONDS", 0.01)
     async with backend() as model, serving(tmp_path, model) as client:
-        turnstile = client.server.turnstile
-        choose = turnstile._choose
-        turnstile._choose = None  # type: ignore[method-assign,assignment]
+        line_scheduler = client.server.line_scheduler
+        choose = line_scheduler._choose
+        line_scheduler._choose = None  # type: ignore[method-assign,assignment]
         while client.server.parts.failures["lines"] < 2:
-            turnstile.touch()
+            line_scheduler.touch()
             await asyncio.sleep(0.01)
-        turnstile._choose = choose  # type: ignore[method-assign]
+        line_scheduler._choose = choose  # type: ignore[method-assign]
         done = await client.wait((await client.create([chat("a"), chat("b")]))["id"])
         assert done["request_counts"]["completed"] == 2
         _, page = await client.send("GET", "/metrics")

@@ -16,9 +16,9 @@ from batch_agent.cli.main import main
 from batch_agent.errors import SpecError
 from batch_agent.serve import ServeOptions, server
 from batch_agent.serve.catalog import Catalog, Tenant
+from batch_agent.serve.line_scheduler import GROUP, HOLD_SECONDS, PENDING, LineSource
 from batch_agent.serve.models import open_models
 from batch_agent.serve.server import BatchService
-from batch_agent.serve.turnstile import GROUP, HOLD_SECONDS, PENDING, Entrant
 from batch_agent.testing import Hang, Request, Say
 from batch_agent.testing.replies import ScriptedReply
 
@@ -89,7 +89,7 @@ async def test_a_larger_share_gets_more(tmp_path: Path) -> None:
         for name, share in (("large", 3.0), ("small", 1.0)):
             tenant = add(client, name, share=share)
             batches.append((tenant, await tenant.create([chat(f"l{n}", f"{name} {n}") for n in range(80)])))
-        while len(client.server.turnstile.entrants) < 2:
+        while len(client.server.line_scheduler.sources) < 2:
             await asyncio.sleep(0.01)
         await model.wait_requests(1)
         gate.set()
@@ -132,7 +132,7 @@ async def test_a_limit_holds_from_the_first_line_of_a_new_tenant(
     async with backend() as model, serving(tmp_path, model) as client:
         small = add(client, "small", tokens_per_day=5)
         await small.create([chat(str(number)) for number in range(30)])
-        while client.server.turnstile.why != "the tokens of this day are used up":
+        while client.server.line_scheduler.why != "the tokens of this day are used up":
             await asyncio.sleep(0.01)
         assert model.received < 30
 
@@ -142,7 +142,7 @@ async def test_a_used_up_day_makes_lines_wait(tmp_path: Path) -> None:
     async with backend() as model, serving(tmp_path, model, now=lambda: day[0]) as client:
         small = add(client, "small", tokens_per_day=5)
         batch = await small.create([chat(str(number)) for number in range(30)], completion_window="7d")
-        while client.server.turnstile.why != "the tokens of this day are used up":
+        while client.server.line_scheduler.why != "the tokens of this day are used up":
             await asyncio.sleep(0.01)
         assert model.received < 30
         assert (await small.send("POST", CHAT, {"model": "m", "messages": []}))[0] == 400
@@ -198,7 +198,7 @@ def test_without_tenants_it_listens_on_loopback_only_with_a_key_that_stays(tmp_p
     BatchService(ServeOptions(tmp_path, host="0.0.0.0"), models).close()
 
 
-class Lines(Entrant):
+class Lines(LineSource):
     """A batch with lines of ten bytes, counted when they start."""
 
     left = 100
@@ -216,27 +216,27 @@ class Lines(Entrant):
 
 async def test_lines_start_in_turns_of_their_tenants_and_only_so_many_without_a_slot(tmp_path: Path) -> None:
     async with backend() as model, serving(tmp_path, model) as client:
-        turnstile, first, other = client.server.turnstile, Lines("b1", "one"), Lines("b2", "two")
-        turnstile.enter(first)
+        line_scheduler, first, other = client.server.line_scheduler, Lines("b1", "one"), Lines("b2", "two")
+        line_scheduler.enter(first)
         for _ in range(4):
-            assert turnstile.start_next()
-        turnstile.enter(other)
-        while turnstile.start_next():
+            assert line_scheduler.start_next()
+        line_scheduler.enter(other)
+        while line_scheduler.start_next():
             pass
-        assert first.started + other.started == turnstile.inflight == PENDING
+        assert first.started + other.started == line_scheduler.inflight == PENDING
         assert abs(first.started - 4 - other.started) <= 1  # they share what was left when the other came
         first.close()
-        turnstile.sent()
-        assert turnstile.start_next() and first.started + other.started == PENDING + 1
-        assert not turnstile.start_next()
-        turnstile.leave(first)
-        turnstile.leave(other)
+        line_scheduler.sent()
+        assert line_scheduler.start_next() and first.started + other.started == PENDING + 1
+        assert not line_scheduler.start_next()
+        line_scheduler.leave(first)
+        line_scheduler.leave(other)
 
 
 async def test_beside_people_lines_start_several_together(tmp_path: Path) -> None:
     async with backend() as model, serving(tmp_path, model) as client:
-        turnstile, batch = client.server.turnstile, Lines("b1", "one")
-        governor, now = turnstile.governor, asyncio.get_running_loop().time()
+        line_scheduler, batch = client.server.line_scheduler, Lines("b1", "one")
+        governor, now = line_scheduler.governor, asyncio.get_running_loop().time()
         governor.began(now, 0)
         governor.admitted()
         governor.answered(0.5, 50, 0, 0, now)  # a person is still there, and the pace of an idle engine is known
@@ -244,38 +244,38 @@ async def test_beside_people_lines_start_several_together(tmp_path: Path) -> Non
             governor.answered(0.5, 50, 100, 100, now)  # with room for many lines
         limit = governor.limit(now)
         assert limit is not None and 8 < limit < PENDING
-        turnstile.enter(batch)
-        while turnstile.start_next():
-            turnstile.sent()
+        line_scheduler.enter(batch)
+        while line_scheduler.start_next():
+            line_scheduler.sent()
         assert batch.started == limit
         group = ceil(limit * GROUP)
         for _ in range(group - 1):
-            turnstile.ended(batch, 1, 1.0, sent=True)
-            assert not turnstile.start_next()
-        turnstile.ended(batch, 1, 1.0, sent=True)
-        while turnstile.start_next():
-            turnstile.sent()
+            line_scheduler.ended(batch, 1, 1.0, sent=True)
+            assert not line_scheduler.start_next()
+        line_scheduler.ended(batch, 1, 1.0, sent=True)
+        while line_scheduler.start_next():
+            line_scheduler.sent()
         assert batch.started == limit + group
-        turnstile.ended(batch, 1, 1.0, sent=True)
-        assert not turnstile.start_next()
+        line_scheduler.ended(batch, 1, 1.0, sent=True)
+        assert not line_scheduler.start_next()
         await asyncio.sleep(1.1 * HOLD_SECONDS)  # one line alone does not wait for long
-        turnstile.start_next()
+        line_scheduler.start_next()
         assert batch.started == limit + group + 1
-        turnstile.leave(batch)
+        line_scheduler.leave(batch)
 
 
 async def test_requests_that_were_just_sent_are_not_taken_for_a_queue_of_the_engine(tmp_path: Path) -> None:
     async with backend() as model, serving(tmp_path, model) as client:
-        turnstile = client.server.turnstile
-        (endpoint,) = turnstile._dispatcher.scheduler.endpoints
+        line_scheduler = client.server.line_scheduler
+        (endpoint,) = line_scheduler._dispatcher.scheduler.endpoints
         endpoint.inflight += 1
-        turnstile.governor.began(0.0, 0)
+        line_scheduler.governor.began(0.0, 0)
         for _ in range(3):
-            turnstile.note_sent(endpoint.name)
-        await turnstile.read(endpoint, Load(running=9, waiting=3))
-        assert not turnstile.may_wait_in_engine()  # these wait for its next step
-        await turnstile.read(endpoint, Load(running=9, waiting=4))
-        assert turnstile.may_wait_in_engine()  # one has waited for longer
-        await turnstile.read(endpoint, Load(running=9, waiting=0))
-        assert not turnstile.may_wait_in_engine()
+            line_scheduler.note_sent(endpoint.name)
+        await line_scheduler.read(endpoint, Load(running=9, waiting=3))
+        assert not line_scheduler.may_wait_in_engine()  # these wait for its next step
+        await line_scheduler.read(endpoint, Load(running=9, waiting=4))
+        assert line_scheduler.may_wait_in_engine()  # one has waited for longer
+        await line_scheduler.read(endpoint, Load(running=9, waiting=0))
+        assert not line_scheduler.may_wait_in_engine()
         endpoint.inflight -= 1

@@ -62,10 +62,10 @@ from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.ordering import FIRST, AgentForecast
 from batch_agent.serve.catalog import Tenant
 from batch_agent.serve.ledger import DayUsed
+from batch_agent.serve.line_scheduler import LineScheduler
 from batch_agent.serve.logs import note
 from batch_agent.serve.models import ServedModels
 from batch_agent.serve.numbers import NAME
-from batch_agent.serve.turnstile import Turnstile
 from batch_agent.serve.upstreams import ModelServers, again_after, for_clients
 from batch_agent.spec import BatchSpec
 
@@ -462,13 +462,13 @@ class Interactive:
         self,
         models: ServedModels,
         dispatcher: Dispatcher,
-        turnstile: Turnstile,
+        line_scheduler: LineScheduler,
         upstreams: ModelServers,
         patience: float,
     ) -> None:
         self._models = models
         self._dispatcher = dispatcher
-        self._turnstile = turnstile
+        self._line_scheduler = line_scheduler
         self._upstreams, self._patience = upstreams, patience
         self._reader = RequestReader()
         self._limits: set[asyncio.Timeout] = set()  # of the requests that are not answered
@@ -534,15 +534,15 @@ class Interactive:
     ) -> Reply:
         """Return the answer. ``stream`` gets it as it arrives: as text through ``live``, or byte by byte if ``live`` is
         None. Raises RequestRefused."""
-        turnstile, governor = self._turnstile, self._turnstile.governor
-        turnstile.set_terms(tenant.name, tenant.share, tenant.tokens_per_day)
-        needs = tokens_needed(asked.dialect, asked.body, turnstile.account(tenant.name).longest)
+        line_scheduler, governor = self._line_scheduler, self._line_scheduler.governor
+        line_scheduler.set_terms(tenant.name, tenant.share, tenant.tokens_per_day)
+        needs = tokens_needed(asked.dialect, asked.body, line_scheduler.account(tenant.name).longest)
         reserved = await self._reserve(tenant, needs)
         clock = asyncio.get_running_loop().time
         question = model_request(asked, ModelRequest(asked.shape, Conversation(asked.messages), "interactive"))
         if reserved and needs.answer is None and reserved < needs.most:
             limit_answer(question, (reserved - needs.prompt) // needs.answers)
-        call = _PersonCall(self._models, question, self._turnstile)
+        call = _PersonCall(self._models, question, self._line_scheduler)
         if live is not None:
             live.follow(question)
             call.on_tool_call = start_nothing  # so that the backend streams
@@ -552,8 +552,8 @@ class Interactive:
             call.events = events = PassedEvents(stream.put, hidden=hidden)
             question.relay = events.take
         policy = Policy(MOST_RETRIES, wanted=lambda _: stream is None or not stream.begun)
-        before, limit = turnstile.inflight, asyncio.timeout(None)
-        turnstile.person_came()
+        before, limit = line_scheduler.inflight, asyncio.timeout(None)
+        line_scheduler.person_came()
         try:
             progress = AgentForecast(FIRST, model=asked.shape.model)
             ticket = self._dispatcher.slots.claim(progress, FIRST)
@@ -574,15 +574,15 @@ class Interactive:
             governor.ended(clock())
             prompt, answer = call.used(needs, reserved)
             note(model=asked.shape.model, stream=asked.stream, input_tokens=prompt, output_tokens=answer)
-            turnstile.spend(tenant.name, prompt + answer, reserved)
-            turnstile.touch()
+            line_scheduler.spend(tenant.name, prompt + answer, reserved)
+            line_scheduler.touch()
         if (refusal := refused(reply)) is not None:
             raise refusal
         if call.events is not None:
             call.events.finish()
-        account = turnstile.account(tenant.name)
+        account = line_scheduler.account(tenant.name)
         account.longest = max(account.longest, answer)
-        governor.answered(clock() - call.sent_at, answer, before, turnstile.inflight, clock())
+        governor.answered(clock() - call.sent_at, answer, before, line_scheduler.inflight, clock())
         return reply
 
     @contextmanager
@@ -615,7 +615,7 @@ class Interactive:
 
     async def _reserve(self, tenant: Tenant, needs: Needs) -> int:
         """Reserve tokens of the day for a request. Returns their number; 0 without a limit. Raises RequestRefused."""
-        ledger = self._turnstile.ledger
+        ledger = self._line_scheduler.ledger
         least = needs.prompt + LEAST_ANSWER * needs.answers if needs.answer is None else needs.most
         try:
             return await ledger.reserve(tenant.name, least, needs.most)
@@ -709,11 +709,11 @@ class PassedEvents:
 class _PersonCall(ClientCall):
     """The call for an interactive request. It reports when the request is sent."""
 
-    __slots__ = ("_turnstile", "admitted", "asked", "events", "reply", "sent_at")
+    __slots__ = ("_line_scheduler", "admitted", "asked", "events", "reply", "sent_at")
 
-    def __init__(self, backend: ServedModels, request: ModelRequest, turnstile: Turnstile) -> None:
+    def __init__(self, backend: ServedModels, request: ModelRequest, line_scheduler: LineScheduler) -> None:
         super().__init__(backend, request)
-        self._turnstile = turnstile
+        self._line_scheduler = line_scheduler
         self.admitted = False
         self.sent_at = asyncio.get_running_loop().time()
         self.events: PassedEvents | None = None
@@ -743,10 +743,10 @@ class _PersonCall(ClientCall):
     async def send(self, endpoint: str) -> Reply:
         if self.events is not None:
             self.events.begin()
-        self._turnstile.note_sent(endpoint)
+        self._line_scheduler.note_sent(endpoint)
         if not self.admitted:
             self.admitted = True
-            self._turnstile.governor.admitted()
+            self._line_scheduler.governor.admitted()
         self.asked = True
         try:
             self.reply = await super().send(endpoint)

@@ -37,12 +37,12 @@ from batch_agent.serve.asking import (
 )
 from batch_agent.serve.catalog import Catalog, CatalogError, ServedBatch, StoredFile, Tenant
 from batch_agent.serve.directory import BATCHES, INPUT, PART, RUN, is_full, move_to_lost
+from batch_agent.serve.line_scheduler import LineScheduler
 from batch_agent.serve.lines import BatchLines, Checked, Tallied, check_lines, with_files
 from batch_agent.serve.models import ServedModels
 from batch_agent.serve.objects import log_batch, notice_of
 from batch_agent.serve.repair import BeyondRepair, repair_parts, restore_input, salvage
 from batch_agent.serve.running_batch import RunningBatch
-from batch_agent.serve.turnstile import Turnstile
 from batch_agent.serve.upstreams import for_clients
 
 logger = logging.getLogger("batch_agent")
@@ -80,12 +80,12 @@ class ServedBatches:
         catalog: Catalog,
         models: ServedModels,
         shared: Shared,
-        turnstile: Turnstile,
+        line_scheduler: LineScheduler,
         options: ServeOptions,
         notify: Callable[[], None],
         held_up: Callable[[], str] = lambda: "",
     ) -> None:
-        self._catalog, self._models, self._shared, self._turnstile = catalog, models, shared, turnstile
+        self._catalog, self._models, self._shared, self._line_scheduler = catalog, models, shared, line_scheduler
         self._max_lines, self._store, self._now = options.max_lines, options.store, options.now
         self._keep = options.keep
         self._notify, self._held_up = notify, held_up
@@ -128,7 +128,7 @@ class ServedBatches:
         """Start working on a batch, unless this or another process already does."""
         if not await in_thread(self._catalog.claim, batch.id, self._owner, self._lease):
             return
-        if batch.id not in self._live and self._tasks is not None and not self._turnstile.resting:
+        if batch.id not in self._live and self._tasks is not None and not self._line_scheduler.resting:
             self._stops[batch.id] = asyncio.Event()
             if batch.stop:
                 self._stops[batch.id].set()
@@ -141,10 +141,10 @@ class ServedBatches:
 
     async def drain(self, seconds: float) -> None:
         """Start no further line, and wait for those in flight."""
-        self._turnstile.rest()
+        self._line_scheduler.drain()
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._turnstile.wait_idle()
+                await self._line_scheduler.wait_idle()
 
     # What clients ask for
 
@@ -181,7 +181,7 @@ class ServedBatches:
         running = self.running.get(batch.id)
         if running is None:
             return None
-        left = self._turnstile.seconds_left(running)
+        left = self._line_scheduler.seconds_left(running)
         return None if isinf(left) else self._now() + left
 
     def over_limit(self, tenant: Tenant, lines: int) -> str:
@@ -289,7 +289,7 @@ class ServedBatches:
             usage=dict(tallied.usage),
             errors=why if reason else batch.errors,
         )
-        self._turnstile.account(batch.tenant).done.update(tallied.not_done)
+        self._line_scheduler.account(batch.tenant).done.update(tallied.not_done)
         await self._put(*await in_thread(with_files, self.folder(batch.id), done, self._keep))
         await self.forget_run(batch.id)
 
@@ -386,10 +386,10 @@ class ServedBatches:
             (lines,) = opened
             if lines.left and not stop:
                 running = self.running[batch.id] = RunningBatch(
-                    batch, lines, self._models, self._turnstile, travels=bool(self._store)
+                    batch, lines, self._models, self._line_scheduler, travels=bool(self._store)
                 )
                 stop = await self._run(running)
-                if self._turnstile.resting and not stop and lines.left:
+                if self._line_scheduler.resting and not stop and lines.left:
                     await asyncio.get_running_loop().create_future()  # until this process ends
                 if lines.left and not stop:
                     over = self._shared.dispatcher.over
@@ -417,8 +417,8 @@ class ServedBatches:
         running.run = run
         tenant = await in_thread(self._tenant, batch.tenant)
         if tenant is not None:  # it may have come after the latest look at the books
-            self._turnstile.set_terms(tenant.name, tenant.share, tenant.tokens_per_day)
-        self._turnstile.enter(running)
+            self._line_scheduler.set_terms(tenant.name, tenant.share, tenant.tokens_per_day)
+        self._line_scheduler.enter(running)
         stops = self._stops[batch.id]
         stop = ""
         try:
@@ -444,7 +444,7 @@ class ServedBatches:
         except BaseExceptionGroup as group:
             raise first_error(group) from None
         finally:
-            self._turnstile.leave(running)
+            self._line_scheduler.leave(running)
             running.abandon()
         if running.failure is not None:
             raise StoreError(f"its lines cannot be read: {running.failure}") from running.failure
@@ -528,7 +528,7 @@ class ServedBatches:
         # model cannot be answered now.
         for id, (deadline, turn) in sorted(waiting.items(), key=lambda item: item[1][0]):
             known = [self.running[each].batch for each in opened if each in self.running]
-            stuck = sum(bool(each.model and self._turnstile.stopped(each.model)) for each in known)
+            stuck = sum(bool(each.model and self._line_scheduler.stopped(each.model)) for each in known)
             if len(opened) - stuck >= OPEN_PER_TENANT and deadline >= min(
                 (each.deadline for each in known), default=inf
             ):

@@ -49,8 +49,8 @@ class ServeNumbers:
         return gauge
 
     def _of_tenants(self) -> list[Family]:
-        turnstile, ledger = self._service.turnstile, self._service.ledger
-        accounts = {name: account for name, account in tuple(turnstile.accounts.items()) if self._is_active(name)}
+        line_scheduler, ledger = self._service.line_scheduler, self._service.ledger
+        accounts = {name: account for name, account in tuple(line_scheduler.accounts.items()) if self._is_active(name)}
         tokens = Counter(f"{NAME}_tokens_total", "Tokens used since the start.", ("tenant",))
         done = Counter(f"{NAME}_lines_done_total", "Lines done since the start, by outcome.", ("tenant", "outcome"))
         for name, account in sorted(accounts.items()):
@@ -74,7 +74,7 @@ class ServeNumbers:
 
     def _is_active(self, tenant: str) -> bool:
         """Return whether a tenant has used anything today, or since the start. Other tenants get no label."""
-        account, ledger = self._service.turnstile.account(tenant), self._service.ledger
+        account, ledger = self._service.line_scheduler.account(tenant), self._service.ledger
         return bool(
             account.tokens or account.inflight or account.done or ledger.today(tenant) or ledger.reserved(tenant)
         )
@@ -96,7 +96,7 @@ class ServeNumbers:
         return [batches, ended, self._gauge("lines_left", "Lines that are not done.", left)]
 
     def _of_people(self) -> list[Family]:
-        people, governor = self._service.interactive, self._service.turnstile.governor
+        people, governor = self._service.interactive, self._service.line_scheduler.governor
         ratio = "Latency of interactive requests over that of an idle engine."
         return [
             Counter(f"{NAME}_interactive_requests_total", "Interactive requests.").add(people.requests),

@@ -28,9 +28,9 @@ from batch_agent.serve.asking import (
     refused_for,
 )
 from batch_agent.serve.catalog import ServedBatch
+from batch_agent.serve.line_scheduler import FIRST_GUESS, LineScheduler, LineSource, StartedLine
 from batch_agent.serve.lines import BatchLine, BatchLines, UnreadableLine
 from batch_agent.serve.models import ServedModels
-from batch_agent.serve.turnstile import FIRST_GUESS, Entrant, StartedLine, Turnstile
 
 LEAD_SECONDS = 5.0  # that lines wait for the first one with their prefix
 MOST_LATER = 1024  # lines that wait for it in memory, or for a server
@@ -60,16 +60,28 @@ class Granted(StartedLine):
         return self.reserved if self.asked else 0
 
 
-class RunningBatch(Entrant):
+class RunningBatch(LineSource):
     """A batch that has been validated, while its lines run. ``inlet`` gets the rows of its run. ``travels``: processes
     on other machines also work on the lines, so that rows contain the whole line, and results its outcome. ``failure``:
     the reason why the lines cannot be read."""
 
     def __init__(
-        self, batch: ServedBatch, lines: BatchLines, models: ServedModels, turnstile: Turnstile, *, travels: bool
+        self,
+        batch: ServedBatch,
+        lines: BatchLines,
+        models: ServedModels,
+        line_scheduler: LineScheduler,
+        *,
+        travels: bool,
     ) -> None:
         super().__init__(batch.id, batch.tenant, batch.deadline)
-        self.batch, self.lines, self._models, self._turnstile, self._travels = batch, lines, models, turnstile, travels
+        self.batch, self.lines, self._models, self._line_scheduler, self._travels = (
+            batch,
+            lines,
+            models,
+            line_scheduler,
+            travels,
+        )
         self.inlet: RowChannel[object] = RowChannel()
         self.failure: Exception | None = None
         self._suffix = batch.id.rpartition("_")[2]
@@ -106,7 +118,7 @@ class RunningBatch(Entrant):
                 return None
             line, _, body = self._next
             self.model = str(body["model"])
-            if not self._turnstile.waits(self.model):
+            if not self._line_scheduler.waits(self.model):
                 return line.size
             if len(self._away) >= MOST_LATER:
                 return None
@@ -151,7 +163,7 @@ class RunningBatch(Entrant):
     def _next_that_fits(self) -> tuple[BatchLine, str, JsonObject] | None:
         """Return the next readable line, with its custom_id and request; None if there is none now. A line that needs
         more tokens than its tenant has in a day fails."""
-        limit = self._turnstile.ledger.limit(self.tenant)
+        limit = self._line_scheduler.ledger.limit(self.tenant)
         while (line := self._next_in_order()) is not None:
             try:
                 own, body = self.lines.read(line)
@@ -161,7 +173,7 @@ class RunningBatch(Entrant):
                 continue
             if limit is None:
                 return line, own, body
-            longest, usual = self._turnstile.account(self.tenant).longest, int(self.per_line or FIRST_GUESS)
+            longest, usual = self._line_scheduler.account(self.tenant).longest, int(self.per_line or FIRST_GUESS)
             try:
                 self.needs = line_needs(self.batch.endpoint, body, limit, longest, usual)
                 return line, own, body
@@ -174,7 +186,7 @@ class RunningBatch(Entrant):
         """Return the next line; None if there is none now. Lines with a long prefix wait for the answer to the first of
         them, so that the engine has computed the prefix; meanwhile other lines are returned."""
         later, away = self._later, self._away
-        if away and not self._turnstile.waits(away[0][1]):
+        if away and not self._line_scheduler.waits(away[0][1]):
             return away.popleft()[0]
         if later and self._is_led(later[0].group):
             return later.popleft()
@@ -211,7 +223,7 @@ class RunningBatch(Entrant):
 
     def _end(self, granted: Granted, tokens: int, *, sent: bool) -> None:
         reserved, lost, model = granted.reserved, granted.lost, granted.model
-        self._turnstile.ended(self, tokens, granted.expected, sent=sent, model=model, reserved=reserved, lost=lost)
+        self._line_scheduler.ended(self, tokens, granted.expected, sent=sent, model=model, reserved=reserved, lost=lost)
 
     async def _answer(self, granted: Granted, dialogue: Dialogue) -> LineAnswer:
         def call(models: ServedModels, question: ModelRequest) -> ClientCall:
@@ -233,11 +245,11 @@ class RunningBatch(Entrant):
                     raise
                 await self._turn(granted)
         granted.tokens = answer.tokens
-        account = self._turnstile.account(self.tenant)
+        account = self._line_scheduler.account(self.tenant)
         account.longest = max(account.longest, answer.completion_tokens)
         if granted.sent_at and answer.ok:
-            seconds, governor = self._clock() - granted.sent_at, self._turnstile.governor
-            beside = max(granted.beside, self._turnstile.inflight - 1 + governor.active)
+            seconds, governor = self._clock() - granted.sent_at, self._line_scheduler.governor
+            beside = max(granted.beside, self._line_scheduler.inflight - 1 + governor.active)
             governor.learn_line(seconds, answer.completion_tokens, beside)
         return answer
 
@@ -252,7 +264,7 @@ class RunningBatch(Entrant):
         granted.sent_at = 0.0
         turn = asyncio.get_running_loop().create_future()
         self._back.append((granted, turn))
-        self._turnstile.touch()
+        self._line_scheduler.touch()
         try:
             await turn
         except BaseException:
@@ -263,12 +275,12 @@ class RunningBatch(Entrant):
         return f"{self._suffix}{number:08x}"
 
     def _sent(self, granted: Granted, question: ClientCall, endpoint: str) -> None:
-        self._turnstile.note_sent(endpoint)
+        self._line_scheduler.note_sent(endpoint)
         granted.question, granted.endpoint = question, endpoint
         if not granted.sent_at:
             granted.sent_at = self._clock()
-            granted.beside = self._turnstile.inflight - 1 + self._turnstile.governor.active
-            self._turnstile.sent(granted.model)
+            granted.beside = self._line_scheduler.inflight - 1 + self._line_scheduler.governor.active
+            self._line_scheduler.sent(granted.model)
 
     def state_of(self, number: int) -> str:
         """Return the state of a line that is not done, or ""."""
@@ -303,7 +315,7 @@ class RunningBatch(Entrant):
 
     def _put(self, number: int, own: str, answer: LineAnswer) -> None:
         self.lines.put(number, own, answer.outcome, ok=answer.ok)
-        self._turnstile.account(self.tenant).done["succeeded" if answer.ok else "failed"] += 1
+        self._line_scheduler.account(self.tenant).done["succeeded" if answer.ok else "failed"] += 1
         self._written.set()
 
     async def keep_flushed(self) -> None:

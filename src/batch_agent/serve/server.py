@@ -43,6 +43,7 @@ from batch_agent.serve.clock import ServedClock, since_boot
 from batch_agent.serve.directory import ADDRESS_FILE, ERRORS, LOCK_FILE, OUTPUT, PART, Presence, claim
 from batch_agent.serve.governor import Governor
 from batch_agent.serve.ledger import TokenLedger
+from batch_agent.serve.line_scheduler import LineScheduler
 from batch_agent.serve.logs import LoggedRequest, note
 from batch_agent.serve.models import ServedModels
 from batch_agent.serve.numbers import ServeNumbers
@@ -50,7 +51,6 @@ from batch_agent.serve.objects import batch_object, read_limit, shown_beside
 from batch_agent.serve.parts import ServerParts
 from batch_agent.serve.recovery import open_catalog
 from batch_agent.serve.rows import row_of, rows_of
-from batch_agent.serve.turnstile import Turnstile
 from batch_agent.serve.upstreams import ModelServers, for_clients
 from batch_agent.serve.webhooks import Webhooks
 from batch_agent.spec import BatchSpec
@@ -138,7 +138,7 @@ class BatchService:
             extent.push_async_callback(ledger.close)
             governor, travels = Governor(options.interactive_latency), bool(options.store)
             self.upstreams = ModelServers(self.models, dispatcher, options.now)
-            self.turnstile = Turnstile(
+            self.line_scheduler = LineScheduler(
                 dispatcher,
                 governor,
                 ledger,
@@ -147,12 +147,12 @@ class BatchService:
                 stopped=self.upstreams.stopped,
                 travels=travels,
             )
-            extent.callback(self.turnstile.close)
+            extent.callback(self.line_scheduler.close)
             self.batches = ServedBatches(
-                self.catalog, self.models, shared, self.turnstile, options, self.webhooks.wake, self.look_held_up
+                self.catalog, self.models, shared, self.line_scheduler, options, self.webhooks.wake, self.look_held_up
             )
             self.interactive = Interactive(
-                self.models, dispatcher, self.turnstile, self.upstreams, options.outage_patience
+                self.models, dispatcher, self.line_scheduler, self.upstreams, options.outage_patience
             )
             self.api = Api(self.catalog, self.batches, self.interactive, self.models, options)
             self.admin = Admin(self)
@@ -177,12 +177,12 @@ class BatchService:
     async def _start(self, parts: ServerParts) -> None:
         """Start the parts that work until the server ends, and continue its batches."""
         self.parts = parts
-        parts.start("lines", self.turnstile.run)
+        parts.start("lines", self.line_scheduler.run)
         parts.start("tokens", self.ledger.run)
         parts.start("webhooks", self.webhooks.run)
         parts.start("upstreams", self.upstreams.run)
         if self.models.capabilities.reports_load:
-            poller = LoadPoller(self.models, self.dispatcher, None, lambda full: None, self.turnstile)
+            poller = LoadPoller(self.models, self.dispatcher, None, lambda full: None, self.line_scheduler)
             parts.start("load", poller.read_on)
         await self.batches.resume(parts.tasks)
         parts.start("books", self._look_after)
@@ -363,7 +363,7 @@ class BatchService:
     async def _keep_books(self) -> None:
         """Write what tenants have used, and read their terms again, which may have changed."""
         for each in await in_thread(self.catalog.tenants):
-            self.turnstile.set_terms(each.name, each.share, each.tokens_per_day)
+            self.line_scheduler.set_terms(each.name, each.share, each.tokens_per_day)
         await self.ledger.write()
         revoked = await in_thread(self.catalog.revoked)  # a tenant may be unknown if the catalog was lost
         unfinished = await in_thread(self.catalog.unfinished)
@@ -477,8 +477,8 @@ class Admin:
         left = 0
         for batch in map(self._service.batches.progress, unfinished):
             left += batch.total - batch.completed - batch.failed
-        turnstile, governor = self._service.turnstile, self._service.turnstile.governor
-        why = turnstile.why or (self._service.upstreams.why() if unfinished else "")
+        line_scheduler, governor = self._service.line_scheduler, self._service.line_scheduler.governor
+        why = line_scheduler.why or (self._service.upstreams.why() if unfinished else "")
         if own is not None:
             why = for_clients(why)
         document: JsonObject = {
@@ -491,11 +491,11 @@ class Admin:
             "target_given_up": governor.reason or None,
         }
         if own is not None:
-            account = turnstile.account(own)
+            account = line_scheduler.account(own)
             return {**document, **self._tokens(own), "lines_in_flight": account.inflight}
         tenants: JsonObject = {
             label_of(name): {"share": account.share, **self._tokens(name), "lines_in_flight": account.inflight}
-            for name, account in sorted(turnstile.accounts.items())
+            for name, account in sorted(line_scheduler.accounts.items())
         }
         people = {
             "in_flight": governor.active,
@@ -504,7 +504,7 @@ class Admin:
         }
         return {
             **document,
-            "lines_in_flight": turnstile.inflight,
+            "lines_in_flight": line_scheduler.inflight,
             "interactive": {**people},
             "tenants": tenants,
             "endpoints": [*self._service.upstreams.shown()],

@@ -60,7 +60,7 @@ class StartedLine:
     taken_back: Question | None = None
 
 
-class Entrant(ABC):
+class LineSource(ABC):
     """A running batch. ``name`` is its id, ``deadline`` is in Unix seconds."""
 
     def __init__(self, name: str, tenant: str, deadline: float) -> None:
@@ -102,7 +102,7 @@ class Entrant(ABC):
         return self.per_line if self.answered else size / 4 + FIRST_GUESS
 
 
-class Turnstile:
+class LineScheduler:
     """Starts lines. ``now`` returns Unix seconds. ``blocked`` returns the reason why no line may start at all, or "".
     ``stopped`` returns whether no server can answer a model now. ``travels``: processes on other machines may run a
     line that was started; all lines together take no more than the slots of this process."""
@@ -131,7 +131,7 @@ class Turnstile:
         self._changed = asyncio.Event()
         self._idle = asyncio.Event()
         self.accounts: dict[str, TenantAccount] = {}
-        self.entrants: dict[str, Entrant] = {}
+        self.sources: dict[str, LineSource] = {}
         self.inflight = 0
         self.why = ""  # why lines wait, for people
         self._engines: set[str] = set()  # endpoints that report their load: they stop work that is taken back
@@ -177,7 +177,7 @@ class Turnstile:
         room."""
         now = asyncio.get_running_loop().time()
         if self.governor.began(now, self.inflight) and (limit := self.governor.limit(now)) is not None:
-            lines = chain.from_iterable(entrant.started_lines() for entrant in self.entrants.values())
+            lines = chain.from_iterable(source.started_lines() for source in self.sources.values())
             young = sorted(filter(self._is_young, lines), key=lambda line: line.sent_at, reverse=True)
             chosen = young[: max(0, self._moving() - limit)]
             for line in chosen:
@@ -192,17 +192,17 @@ class Turnstile:
 
     # Batches
 
-    def enter(self, entrant: Entrant) -> None:
-        self.entrants[entrant.name] = entrant
-        account = self.account(entrant.tenant)
-        active = {each.tenant for each in self.entrants.values() if each is not entrant}
-        if entrant.tenant not in active and active:  # it has no claim to what it left unused before
+    def enter(self, source: LineSource) -> None:
+        self.sources[source.name] = source
+        account = self.account(source.tenant)
+        active = {each.tenant for each in self.sources.values() if each is not source}
+        if source.tenant not in active and active:  # it has no claim to what it left unused before
             account.used = max(account.used, min(self.account(name).used for name in active))
         self.touch()
 
-    def leave(self, entrant: Entrant) -> None:
-        entrant.close()
-        self.entrants.pop(entrant.name, None)
+    def leave(self, source: LineSource) -> None:
+        source.close()
+        self.sources.pop(source.name, None)
         self.touch()
 
     def account(self, tenant: str) -> TenantAccount:
@@ -236,7 +236,7 @@ class Turnstile:
 
     def ended(
         self,
-        entrant: Entrant,
+        source: LineSource,
         tokens: int,
         expected: float,
         *,
@@ -250,17 +250,17 @@ class Turnstile:
         self._flying[model] -= 1
         if not sent:
             self._unsent[model] = max(0, self._unsent[model] - 1)
-        account = self.account(entrant.tenant)
+        account = self.account(source.tenant)
         account.inflight -= 1
-        entrant.inflight -= 1
+        source.inflight -= 1
         self.inflight -= 1
         if not self.inflight:
             self._idle.set()
         account.used += (tokens - expected) / account.share
-        self.spend(entrant.tenant, tokens + lost, reserved)
+        self.spend(source.tenant, tokens + lost, reserved)
         if tokens:
-            entrant.answered += 1
-            entrant.per_line += (tokens - entrant.per_line) * max(LINE_WEIGHT, 1 / entrant.answered)
+            source.answered += 1
+            source.per_line += (tokens - source.per_line) * max(LINE_WEIGHT, 1 / source.answered)
         self.touch()
 
     def spend(self, tenant: str, tokens: int, reserved: int) -> None:
@@ -274,11 +274,11 @@ class Turnstile:
             self._idle.clear()
             await self._idle.wait()
 
-    def rest(self) -> None:
+    def drain(self) -> None:
         """Start no further line, because the process is ending."""
         self.resting = True
-        for entrant in tuple(self.entrants.values()):
-            entrant.close()
+        for source in tuple(self.sources.values()):
+            source.close()
 
     # Starting lines
 
@@ -310,17 +310,17 @@ class Turnstile:
         chosen = self._choose(slots)
         if chosen is None:
             return False
-        entrant, size = chosen
-        expected, account = entrant.expected(size), self.account(entrant.tenant)
+        source, size = chosen
+        expected, account = source.expected(size), self.account(source.tenant)
         account.used += expected / account.share
-        entrant.reserved = self.ledger.take(entrant.tenant, *entrant.needs)
-        for one in (account, entrant, self):
+        source.reserved = self.ledger.take(source.tenant, *source.needs)
+        for one in (account, source, self):
             one.inflight += 1
-        self._flying[entrant.model] += 1
-        self._unsent[entrant.model] += not self._travels
-        if not entrant.began:
-            entrant.began = asyncio.get_running_loop().time()
-        entrant.start(expected)
+        self._flying[source.model] += 1
+        self._unsent[source.model] += not self._travels
+        if not source.began:
+            source.began = asyncio.get_running_loop().time()
+        source.start(expected)
         return True
 
     async def _tick(self) -> None:
@@ -328,14 +328,14 @@ class Turnstile:
             await asyncio.sleep(TICK_SECONDS)
             self.touch()
 
-    def _choose(self, slots: int | None) -> tuple[Entrant, int] | None:
+    def _choose(self, slots: int | None) -> tuple[LineSource, int] | None:
         """Return the batch whose line starts next, and the size of that line in bytes; None if no line may start
         now."""
         self.why = ""
         full = self._travels and slots is not None and self._moving() >= max(1, slots)
         if self._pending >= PENDING or full or self.resting:
             return None
-        offered = [(each, size) for each in tuple(self.entrants.values()) if (size := each.offer()) is not None]
+        offered = [(each, size) for each in tuple(self.sources.values()) if (size := each.offer()) is not None]
         if not offered:
             return None
         if why := self._blocked():
@@ -378,14 +378,14 @@ class Turnstile:
 
     # Estimates
 
-    def seconds_left(self, entrant: Entrant) -> float:
+    def seconds_left(self, source: LineSource) -> float:
         """Return the seconds until a batch will be done at its rate so far; infinite if the rate is unknown."""
-        if not entrant.answered or not entrant.began:
+        if not source.answered or not source.began:
             return inf
-        seconds = asyncio.get_running_loop().time() - entrant.began
-        return entrant.left * max(seconds, 0.001) / entrant.answered
+        seconds = asyncio.get_running_loop().time() - source.began
+        return source.left * max(seconds, 0.001) / source.answered
 
-    def is_late(self, entrant: Entrant) -> bool:
-        left = self.seconds_left(entrant)
-        remains = entrant.deadline - self._now()
+    def is_late(self, source: LineSource) -> bool:
+        left = self.seconds_left(source)
+        remains = source.deadline - self._now()
         return remains < left if not isinf(left) else remains < TICK_SECONDS * 50
