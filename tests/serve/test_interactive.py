@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.serve.test_openai_batches import backend
 
 from batch_agent.dispatch import load_poller
 from batch_agent.door import Handler
+from batch_agent.scheduler.numbers import N
 from batch_agent.serve import line_scheduler
 from batch_agent.serve.asking import PRIORITY
 from batch_agent.serve.catalog import Tenant
@@ -184,7 +186,7 @@ async def test_no_line_starts_while_an_interactive_request_may_wait_in_the_engin
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load_poller, "FIRST_SECONDS", 0.01)
-    monkeypatch.setattr(load_poller, "READ_SECONDS", 0.01)
+    monkeypatch.setattr(load_poller, "N", replace(N, refresh=0.01))
     queued, answer = 3, asyncio.Event()
 
     async def script(request: Request) -> ScriptedReply:
@@ -267,7 +269,7 @@ async def beside_lines(
 ) -> AsyncIterator[tuple[BesideLines, ScriptedServer, Client, str]]:
     """Serve in front of such an engine, with a batch of four lines in flight."""
     monkeypatch.setattr(load_poller, "FIRST_SECONDS", 0.01)
-    monkeypatch.setattr(load_poller, "READ_SECONDS", 0.01)
+    monkeypatch.setattr(load_poller, "N", replace(N, refresh=0.01))
     engine = BesideLines()
     async with (
         ScriptedServer(engine.script, models=["m"], metrics=engine.metrics) as model,
