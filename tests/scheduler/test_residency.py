@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batch_agent.scheduler.ordering import EVICTED_TURN, AgentForecast, ResidentFirst, TurnForecast
+from batch_agent.scheduler.numbers import N
+from batch_agent.scheduler.ordering import AgentForecast, ResidentFirst, TurnForecast
 from batch_agent.scheduler.residency import PLACES, Residency
 
 
@@ -96,7 +97,7 @@ def test_agents_whose_contexts_were_evicted_come_after_the_others() -> None:
 def test_agents_whose_contexts_were_evicted_do_not_starve() -> None:
     queue = queue_of("late")
     queue.add("late", 0)
-    for number in range(2 * EVICTED_TURN):
+    for number in range(2 * N.few):
         queue.add(f"other {number}", 0)
-    granted = [queue.take(None) for _ in range(EVICTED_TURN + 1)]
+    granted = [queue.take(None) for _ in range(N.few + 1)]
     assert "late" in granted

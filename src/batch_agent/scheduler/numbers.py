@@ -21,7 +21,9 @@ class Numbers:
     # Answers that show how long one takes, requests that show what a server takes, rows that are denied with a status
     # that may concern all: a moderator may refuse a few in a row.
     learnt: int = 10
-    few: int = 8  # agents that fill no engine, requests that may all be slow ones, answers that differ by chance
+    # Agents that fill no engine, requests that may all be slow ones, answers that differ by chance, grants until an
+    # agent whose context was evicted is next.
+    few: int = 8
     rarely: int = 1024  # grants until the oldest turn is next, turns until streaming is tried again
     enough: int = 16  # answers, or refusals, that judge a number of requests, streaming, or the size of contexts
     moment: float = 0.25  # what arrives within it was caused together, or waited in the event loop

@@ -211,7 +211,6 @@ class TurnForecast:
 
 FIRST = -2  # instead of turns taken: the queue that is served before all others
 LAST = -1  # instead of turns taken: the queue that is served when all others are empty
-EVICTED_TURN = 8  # one in this many grants goes to an agent whose context was evicted
 URGENT = 1.3  # the longest agent gets every slot if the work left per slot takes at most this many times as long
 
 Waiting = TypeVar("Waiting", bound=Hashable)
@@ -295,7 +294,7 @@ class Queue(Generic[Waiting]):
 
 class ResidentFirst(Queue[Waiting]):
     """A queue in which agents with evicted contexts come last. They need more of the engine, and would delay agents
-    that can continue at once. One in EVICTED_TURN grants goes to them, and every grant if they determine the end of the
+    that can continue at once. One in a few grants goes to them, and every grant if they determine the end of the
     batch."""
 
     def __init__(self, forecast: TurnForecast, is_evicted: Callable[[Waiting], bool]) -> None:
@@ -328,7 +327,7 @@ class ResidentFirst(Queue[Waiting]):
         late = self._evicted
         if not late.size:
             return super().take(slots)
-        if self.lines and self._taken % EVICTED_TURN and not late.is_urgent(slots):
+        if self.lines and self._taken % N.few and not late.is_urgent(slots):
             return super().take(slots)
         self._taken += 1
         self.size -= 1
