@@ -80,7 +80,7 @@ class Lock:
             _free(self._descriptor)
             os.close(self._descriptor)
 
-    def leave(self) -> None:
+    def close_in_child(self) -> None:
         """Close the descriptor in a forked child. Unlocking it would unlock the parent's lock."""
         _held.discard(self)
         os.close(self._descriptor)
@@ -89,13 +89,13 @@ class Lock:
 _held: WeakSet[Lock] = WeakSet()  # locks of this process
 
 
-def _leave_all() -> None:
+def _close_all_in_child() -> None:
     for lock in tuple(_held):
-        lock.leave()
+        lock.close_in_child()
 
 
 if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_leave_all)
+    os.register_at_fork(after_in_child=_close_all_in_child)
 
 
 def _take_patiently(descriptor: int) -> None:

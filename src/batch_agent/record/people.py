@@ -393,7 +393,7 @@ class PeopleReview:
         """Return the records of these rows; {} for a row that is no longer in the record."""
         return [{} if each is None else each for each in self._rows.records([row.row for row in rows])]
 
-    def leave(self, who: str) -> None:
+    def free_row(self, who: str) -> None:
         """Free the row that a person holds, so that others get it at once."""
         name = checked_name(who)
 

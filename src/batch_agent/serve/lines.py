@@ -555,7 +555,7 @@ class BatchLines:
         (id,) = self._index.execute("SELECT id FROM line WHERE number = ?", (line.number,)).fetchone()
         return bool(id == digest_of_id(own))
 
-    def give_up(self, line: BatchLine) -> None:
+    def end_unreadable(self, line: BatchLine) -> None:
         """End a line that cannot be read, with an outcome that says so if the custom_id can be read."""
         if self.is_done(line.number):
             return
@@ -591,7 +591,7 @@ class BatchLines:
                     try:
                         self._write(same.number, self.read(same)[0], outcome, ok=ok)
                     except UnreadableLine:
-                        self.give_up(same)
+                        self.end_unreadable(same)
 
     def _write(
         self, number: int, custom_id: str, outcome: Mapping[str, JsonValue], *, ok: bool, stop: str = ""
@@ -622,7 +622,7 @@ class BatchLines:
             try:
                 self._write(line.number, self.read(line)[0], outcome, ok=False, stop=stop)
             except UnreadableLine:
-                self.give_up(line)
+                self.end_unreadable(line)
         for name, ok in ((OUTPUT, True), (ERRORS, False)):
             file = self._files.pop(ok, None)
             if file is not None:

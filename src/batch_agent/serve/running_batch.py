@@ -168,7 +168,7 @@ class RunningBatch(LineSource):
             try:
                 own, body = self.lines.read(line)
             except UnreadableLine:
-                self.lines.give_up(line)
+                self.lines.end_unreadable(line)
                 self._written.set()
                 continue
             if limit is None:

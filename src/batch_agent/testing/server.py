@@ -367,7 +367,7 @@ class SimulatedServer(ModelServer):
         try:
             yield _pieces(sequences, [answer for _, answer in work], tokens)
         finally:
-            self.runner.stop(sequences)
+            self.runner.abort(sequences)
 
     def _work(self, request: Request) -> Iterator[tuple[bytes, SimulatedAnswer]]:
         if not request.messages:

@@ -392,7 +392,7 @@ class Execution:
     interested: int = 0
     task: asyncio.Task[None] | None = None
     _clock: asyncio.TimerHandle | None = None  # timeout of the run; after cancelling, of the stop
-    _given_up: bool = False
+    _cancelled: bool = False
     _stuck: bool = False
     _held: list[Gate] = field(default_factory=list)
     _waits: bool = False
@@ -408,7 +408,7 @@ class Execution:
         if self._waits:
             self.traffic.wait(-1)
         if self.interested == 0 and self.end is None:
-            self.give_up()
+            self.cancel()
 
     async def pass_gates(self, gates: tuple[Gate, ...]) -> None:
         for gate in gates[len(self._held) :]:  # all gates, or none if it has already passed them
@@ -435,10 +435,10 @@ class Execution:
             self._clock.cancel()
         self._clock = asyncio.get_running_loop().call_later(seconds, over)
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Cancel its task once. A second cancellation would interrupt a tool that is cleaning up."""
-        if self.task is not None and not self.task.done() and not self._given_up:
-            self._given_up = True
+        if self.task is not None and not self.task.done() and not self._cancelled:
+            self._cancelled = True
             if self.context is not None:
                 self.context.cancelled.set()
             self.task.cancel()

@@ -298,7 +298,7 @@ class ToolPool:
         try:
             if self._tasks:
                 for execution in self._tasks.values():
-                    execution.give_up()
+                    execution.cancel()
                 _, stuck = await asyncio.wait(list(self._tasks), timeout=ENDING_SECONDS)
                 self._leave_behind(stuck)
             for opened in self._opened.values():
@@ -527,7 +527,7 @@ class ToolPool:
         if execution.end is not None:
             return
         error = ToolTimeout(f"{offer.tool.name} timed out: it ran longer than {seconds:g} s")
-        execution.give_up()
+        execution.cancel()
         execution.finish(_failure(error, self._now() - execution.asked, offer))
 
     def _ended(self, task: asyncio.Task[None]) -> None:

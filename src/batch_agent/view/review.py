@@ -133,7 +133,7 @@ class ReviewApi:
 
     async def _leave(self, request: web.BaseRequest) -> web.Response:
         who = _who(await _body(request))
-        await self._of(request).do(lambda review: review.leave(who))
+        await self._of(request).do(lambda review: review.free_row(who))
         return _json({})
 
     async def _file(self, request: web.BaseRequest) -> web.Response:

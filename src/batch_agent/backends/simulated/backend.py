@@ -41,7 +41,7 @@ class EngineRunner:
         self, work: Many[tuple[bytes, bytes]], on_token: OnToken, priority: int = 0, order: Order | None = None
     ) -> list[Sequence]:
         """Queue (prompt, output) pairs, all or none, and report each of their tokens. Raises what a refusing server
-        would answer. The caller must ``stop`` what it started."""
+        would answer. The caller must ``abort`` what it started."""
         self.engine.now = asyncio.get_running_loop().time()
         for prompt, output in work:
             self.engine.check(prompt, output, len(work))
@@ -53,7 +53,7 @@ class EngineRunner:
             self._timer = asyncio.get_running_loop().call_soon(self._next_step)
         return sequences
 
-    def stop(self, sequences: Many[Sequence]) -> None:
+    def abort(self, sequences: Many[Sequence]) -> None:
         """Abort unfinished sequences; the rest of the batch continues."""
         for sequence in sequences:
             self.engine.abort(sequence)
@@ -61,7 +61,7 @@ class EngineRunner:
 
     def close(self) -> None:
         """Drop the running step. The cache stays warm for the next user, possibly on another event loop."""
-        self.stop(list(self._listeners))
+        self.abort(list(self._listeners))
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -181,7 +181,7 @@ class SimulatedBackend(Backend):
         try:
             await done
         finally:
-            self.runner.stop(sequences)
+            self.runner.abort(sequences)
         return Reply(
             text=answer.text,
             tool_calls=answer.calls,

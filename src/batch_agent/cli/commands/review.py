@@ -186,7 +186,7 @@ class Terminal:
         finally:
             put("")
             with suppress(StoreError):
-                self._review.leave(self._who)
+                self._review.free_row(self._who)
 
     def _next(self) -> Shown | None:
         """Return the next row. While the run works, wait for one."""
