@@ -97,7 +97,7 @@ def of_engines(name: str, seconds: float) -> Piece:
 
 
 async def _people(url: str, variant: str) -> object:
-    return await people.play(url, variant)
+    return await people.play(url, variant, whole=url.startswith("vllm"))
 
 
 PIECES = {
@@ -107,8 +107,8 @@ PIECES = {
         of_kv("many turns", 135.0),
         *map(of_gpu, gpu.WORKS, (12.0, 25.0, 70.0)),
         *map(of_engines, engines.WORKS, (20.0, 35.0, 110.0)),
-        Piece("people-long", "people", "7b", _people, 270.0, variants=("long",), repetitions=1),
-        Piece("people-short", "people", "7b", _people, 280.0, variants=("short",), repetitions=1, engines=("vllm",)),
+        Piece("people-long", "people", "7b", _people, 310.0, variants=("long",), repetitions=1),
+        Piece("people-short", "people", "7b", _people, 150.0, variants=("short",), repetitions=1, engines=("vllm",)),
     )
 }
 

@@ -18,6 +18,7 @@ from benchmarks.report import HEADLINES, RESULTS, stale
 
 ROOT = Path(__file__).parent.parent
 END = "<!-- end of measured -->"
+TARGETS = ("p95 3", "p95 2")  # of people's latency, in the project's README
 NAMES = (
     "throughput",
     "scheduler",
@@ -26,7 +27,6 @@ NAMES = (
     "streaming",
     "startup",
     "gpu",
-    "people",
     "capacity",
     "fleet",
     "at_scale",
@@ -149,15 +149,16 @@ def headlines() -> Iterator[str]:
                 "random weights of the size of Qwen2.5-32B)"
             )
             rows.append((what, f"{' and '.join(faster)} times faster", "`make numbers-gpu`", found))
-    if found := read("people-vllm") or read("people"):
+    if (found := read("people-vllm")) and "long" in found["measurements"]:
+        env, scenes = found["environment"], found["measurements"]["long"]
         what = (
-            "interactive requests while `batch-agent serve` works on a batch, five per second (H200, vLLM 0.26): "
+            "interactive requests while `batch-agent serve` works on a batch, five per second "
+            f"({env['accelerator']}, vLLM {env['server']['version']}, the size of Qwen2.5-7B): 95th percentile of "
             "their latency, relative to an idle engine; and the throughput of the batch, relative to that without them"
         )
-        median, late = bar(found, "latency beside a batch over idle"), bar(found, "the same, 95th percentile")
-        share, some = bar(found, "lines per second beside people"), bar(found, "the same with people for a fifth")
-        said = f"latency {median} times (median), {late} times (95th percentile); throughput {share} times, or {some}"
-        rows.append((what, f"{said} if they come a fifth of the time", "`python -m benchmarks.people`", found))
+        held = [f"{scenes[name]['p95_over_idle']:.2f} and {scenes[name]['over_alone']:.2f}" for name in TARGETS]
+        said = "; ".join(f"{each} with the target `{name}`" for each, name in zip(held, TARGETS, strict=True))
+        rows.append((what, said, "`make numbers-gpu`", found))
     if found := read("peers"):
         own, *others = found["measurements"]["peers"]
         cpu = sorted(each["cpu_ms_per_turn"] / own["cpu_ms_per_turn"] for each in others)
@@ -225,6 +226,29 @@ def of_engines() -> Iterator[str]:
     yield from markdown(header, rows)
 
 
+def of_people() -> Iterator[str]:
+    """Latency of people against the throughput of the batch beside them, on real engines."""
+    for engine, label in (("vllm", "vLLM"), ("sglang", "SGLang")):
+        if not (found := read(f"people-{engine}")):
+            continue
+        env = found["environment"]
+        yield f"{label} {env['server']['version']} on {env['accelerator']}, {env['date'][:10]}, commit {env['commit']}."
+        yield ""
+        rows = []
+        for mix, scenes in found["measurements"].items():
+            for name, scene in scenes.items():
+                if "over_alone" not in scene or "p95_over_idle" not in scene or name == "idle":
+                    continue
+                first = scenes.get(f"{name}, first", {}).get("p95_over_idle")
+                times = f"{scene['median_over_idle']:.2f}", f"{scene['p95_over_idle']:.2f}"
+                what = f"plain loop, {name.removeprefix('loop ')} lines" if name.startswith("loop") else f"`{name}`"
+                at_first = "" if first is None else f"{first:.2f}"
+                rows.append((f"{mix}: {what}", *times, at_first, f"{scene['over_alone']:.2f}"))
+        header = ("prompts: target", "median", "95th percentile", "the same, first 20 s", "batch")
+        yield from markdown(header, rows)
+        yield ""
+
+
 def of_simulated() -> Iterator[str]:
     result = read("kv-simulated")
     env = result["environment"]
@@ -269,6 +293,7 @@ def of_works(lines: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, dict[str
 PLACES: dict[str, dict[str, Callable[[], Iterator[str]]]] = {
     "benchmarks/README.md": {"<!-- measured -->": everything, "<!-- measured: peers -->": peers},
     "README.md": {"<!-- measured: headlines -->": headlines},
+    "docs/serve.md": {"<!-- measured: people -->": of_people},
     "docs/kv.md": {"<!-- measured: engines -->": of_engines, "<!-- measured: simulated -->": of_simulated},
 }
 
