@@ -19,7 +19,7 @@ from pathlib import Path
 
 from batch_agent.agent.prepare import prepare
 from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall
-from batch_agent.cli.spec.load import read_rows
+from batch_agent.cli.spec.rows import read_rows
 from batch_agent.cli.spec.specfile import read_specfile
 from batch_agent.messages import Reply, Usage
 from batch_agent.run.run import Run

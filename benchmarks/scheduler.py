@@ -23,7 +23,9 @@ from collections.abc import Callable
 
 from batch_agent.messages import Usage
 from batch_agent.scheduler.core import Scheduler, Slot
+from batch_agent.scheduler.engine_load import Load
 from batch_agent.scheduler.ordering import AgentForecast, KvParts
+from batch_agent.scheduler.server_events import Reading
 from benchmarks import report
 
 INFLIGHT = 64
@@ -93,7 +95,9 @@ def live(agents: int, *, tight: bool) -> float:
     scheduler.use(KvParts())
     scheduler.admission.has_room = scheduler.admission._takes = lambda *_: True  # type: ignore[method-assign]
     endpoint = scheduler.endpoints[0]
-    scheduler.admission.set_capacity(endpoint, agents * (500 if tight else 100_000))
+    scheduler.admission.enabled = True
+    endpoint.server.on(Reading(Load(kv_tokens=agents * (500 if tight else 100_000))), 0.0)
+    scheduler.admission.read(endpoint)
     waiting: deque[tuple[AgentForecast, int]] = deque()
     running: deque[Slot] = deque()
     turns, now, spent, counted = max(2 * agents, 4_000), 0.0, 0.0, 0

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from batch_agent import BatchAgent, Tool
 from batch_agent.dispatch import load_poller
 from batch_agent.record import journal
+from batch_agent.record.directory import DirectoryStore
+from batch_agent.scheduler.numbers import N
 from benchmarks.workload import MODEL, SYSTEM_PROMPT, TASK, Review, Work, contend, lookup, rows
 
 SLOWER = float(os.environ.get("BENCHMARK_SLOWER", "1"))  # see ``benchmarks.instructions``
 load_poller.FIRST_SECONDS *= SLOWER
-load_poller.READ_SECONDS *= SLOWER
-journal.GATHERING *= SLOWER
+vars(load_poller)["N"] = replace(N, refresh=N.refresh * SLOWER)
+DirectoryStore.gathering *= SLOWER
+vars(journal)["GATHERING"] = DirectoryStore.gathering
 LOOKUP = Tool.define(cacheable=True)(lookup)
 
 
