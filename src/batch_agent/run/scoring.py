@@ -25,7 +25,6 @@ from batch_agent.trust.table import PilotSample, Scoring
 
 if TYPE_CHECKING:
     from batch_agent.run.control import Controls
-    from batch_agent.run.feeder import Feeder
     from batch_agent.run.run import Run
 
 logger = logging.getLogger("batch_agent")
@@ -69,12 +68,10 @@ class RunScoring:
             keep_lines(store, GOLD, self.taken.table.lines())
 
 
-def gold_of_run(run: Run[Any], prepared: Prepared, feeder: Feeder | None) -> RunGold:
-    """Return what a run knows of right answers. It is no pipeline."""
-    ended, total = run.statistics().ended, prepared.plan.total
+def gold_of_run(run: Run[Any], prepared: Prepared, rows: int | None) -> RunGold:
+    """Return what a run knows of right answers. It is no pipeline. ``rows`` is their number, once all were read."""
+    ended, total = run.statistics().ended, rows if prepared.plan.total is None else prepared.plan.total
     facts = {**run.recorded, "state": ended or "running"}
-    if total is None and feeder is not None and feeder.fed:
-        total = feeder.read
     asked = asked_of(facts) if "fingerprint" in facts else ""
     pilot, options = PilotSample.of_facts(facts), {name: getattr(prepared.spec, name) for name in OPTIONS}
     taken = None if prepared.gold is None else replace(prepared.gold, inputs=())

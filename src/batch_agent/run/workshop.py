@@ -22,6 +22,7 @@ from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.feed import Feed
 from batch_agent.dispatch.load_poller import poll_load
 from batch_agent.dispatch.policy import Policy
+from batch_agent.errors import SpecError
 from batch_agent.observe.metrics import Emit
 from batch_agent.record.journal import Journal, ShapeDigests
 from batch_agent.record.keys import Keys
@@ -35,8 +36,8 @@ from batch_agent.tools.pool import ToolPool
 
 
 class Workshop:
-    """``run`` is the id of the run. ``feeder`` is None if the run is fed by another process. ``worker`` and ``prewarm``
-    are set while it is open."""
+    """``run`` is the id of the run. ``feeder`` is None if the run is fed by another process. ``prewarm`` is set if
+    calls are started before a model asks for them."""
 
     def __init__(
         self,
@@ -51,8 +52,19 @@ class Workshop:
     ) -> None:
         self._prepared, self._shared, self._run, self._emit, self._feed = prepared, shared, run, emit, feed
         self._leases, self._journal, self._feeder = leases, journal, feeder
-        self.worker: Worker | None = None
+        self._worker: Worker | None = None  # since it was opened
         self.prewarm: ToolPrewarm | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        return self._worker is not None
+
+    @property
+    def worker(self) -> Worker:
+        """What works on the rows. Raises SpecError before the first one."""
+        if self._worker is None:
+            raise SpecError("the run has not begun its first row")
+        return self._worker
 
     @asynccontextmanager
     async def opened(self, inner: InnerWorker | None, hold: Callable[[bool], None]) -> AsyncIterator[Worker]:
@@ -77,7 +89,7 @@ class Workshop:
             if shared.ladder is not None:
                 await extent.enter_async_context(shared.ladder.opened(partial(self._desk, pool)))
             feeder = self._feeder
-            self.worker = Worker(
+            self._worker = Worker(
                 self._leases,
                 self._journal,
                 prepared.plan,
@@ -94,8 +106,8 @@ class Workshop:
                 ladder=shared.ladder,
             )
             if feeder is None:
-                self.worker.tell_ends()
-            yield self.worker
+                self._worker.tell_ends()
+            yield self._worker
             watch.tell()
 
     @asynccontextmanager

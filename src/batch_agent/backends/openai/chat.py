@@ -63,7 +63,7 @@ SIGNATURES = "extra_content"  # field of a call
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class Unsealed:
     fields: JsonObject = field(default_factory=dict)  # of the message
     signatures: JsonObject = field(default_factory=dict)  # of its calls, by id
 
@@ -71,7 +71,7 @@ class Opened:
         return {SIGNATURES: self.signatures[call_id]} if call_id in self.signatures else {}
 
 
-NOTHING = Opened()
+NOTHING = Unsealed()
 
 
 def sealed_calls(calls: Sequence[ToolCall], signatures: Iterable[object]) -> Sealed | None:
@@ -87,11 +87,11 @@ def sealed_with(sealed: Sealed | None, reasoning: str) -> Sealed:
     return Sealed(WIRE, before | {"fields": {"reasoning_content": reasoning}})
 
 
-def opened(sealed: Sealed | None) -> Opened:
+def opened(sealed: Sealed | None) -> Unsealed:
     if sealed is None or sealed.wire != WIRE or not isinstance(sealed.value, dict):
         return NOTHING
     fields, signatures = sealed.value.get("fields"), sealed.value.get("signatures")
-    return Opened(
+    return Unsealed(
         fields if isinstance(fields, dict) else {},
         signatures if isinstance(signatures, dict) else {},
     )
