@@ -14,7 +14,6 @@ import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
 from batch_agent.documented import documented
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 
     from batch_agent.agent.prepare import Prepared
     from batch_agent.events import Sink
-    from batch_agent.observe.statistics import Statistics
     from batch_agent.options import Worker
     from batch_agent.results import Results
     from batch_agent.run.interruption import Interruption
@@ -222,51 +220,14 @@ def _interruption() -> Interruption:
 async def _collect(
     run: Run[R], spec: BatchSpec, progress: bool | None, wants_page: bool, interruption: Interruption
 ) -> Results[R]:
-    from batch_agent.blocking import in_thread
-    from batch_agent.files.read import LazyRows
-    from batch_agent.observe.progress import ProgressDisplay, show_address, with_expected
-    from batch_agent.results import Results, Summary, with_unfinished
-    from batch_agent.run.interruption import interrupted_words
-    from batch_agent.run.pilot import outlook_of_run
-    from batch_agent.run.scoring import final_score
+    from batch_agent.observe.progress import show_address
+    from batch_agent.run.collecting import RunCollecting
     from batch_agent.view.beside import PageBeside
 
     page = PageBeside(spec.run_dir) if wants_page else None
     if page is not None and (address := await page.open()):
         show_address(address)
-
-    def statistics() -> Statistics:
-        expected = spec.inputs.expected_rows() if isinstance(spec.inputs, LazyRows) else None
-        return with_expected(run.statistics(), expected)
-
-    def summary() -> Summary:
-        return Summary(statistics(), run.tool_statistics(), None if run.scoring is None else final_score(run))
-
-    view = ProgressDisplay(progress, statistics)
-    taken: list[AgentResult[R]] = []
-
-    try:
-        async with run, view:
-            with interruption.stopping(run.cancel):
-                async for result in run.results():
-                    taken.append(result)
-    except BaseException as error:
-        if statistics().done:  # show how far the run came
-            view.conclude(str(summary()))
-        with suppress(AttributeError, TypeError):  # an exception class of other code may not allow attributes
-            done = sorted(taken, key=lambda result: result.index)
-            error.results = Results(done, summary(), spec.output_schema, page, run.gold())  # type: ignore[attr-defined]
-        raise
-    whole, asked = replace(summary(), promise=await in_thread(lambda: run.promise)), None
-    if (pilot := run.pilot_rows) is not None and pilot.stopped:
-        asked = pilot.indexes
-        whole = replace(whole, pilot=await outlook_of_run(run, taken))
-    view.conclude(str(whole))
-    rows = with_unfinished(taken, run.plan.spec.inputs, statistics(), spec.id_column, asked)
-    results = Results(rows, whole, spec.output_schema, page, run.gold())
-    if interruption.happened:
-        return interruption.conclude(results, results, interrupted_words(statistics(), spec))
-    return results
+    return await RunCollecting(run, spec, page).collect(progress, interruption)
 
 
 class ResultStream(AsyncGenerator[AgentResult[R], None]):

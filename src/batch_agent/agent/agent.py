@@ -183,6 +183,30 @@ class Agent:
     user's. ``wrote`` are calls of earlier entries of a cascade that may have written."""
 
     works = True  # unlike a row with samples, between two of them
+    text = ""  # the model's latest
+    ticket: Ticket | None = None  # a slot that was already requested
+    asking: ModelRequest | None = None  # the latest request in flight
+    latest: tuple[Conversation, int] | None = None  # the conversation of the latest answer, and its length
+    # The latest answer of the tool loop, and the digest of its request, until it is recorded.
+    answered: tuple[Reply, str] | None = None
+    # Its end
+    tasks: Sequence[asyncio.Task[None]] = ()  # the tasks that run it until its result is delivered
+    stopped_by: JobError | None = None  # the error of an early stop
+    failure: JobError | StoreError | None = None  # final: the worker's return value cannot replace it
+    error: JobError | None = None
+    recorded: AgentResult[object] | None = None  # its result, once it is being written to disk
+    repaired = False  # the JSON of the output was repaired
+    truncated = False  # a text that was cut at max_tokens was kept
+    doubts: Mapping[str, float | None] | None = None  # of the output, by field
+    _task: asyncio.Task[object] | None = None  # while it works
+    _verdict: AgentError | None = None
+    _output: object = None
+    _closed = False
+    # Of a user's worker
+    _calls = 0
+    _key = ""  # API key at the gateway; created at first use
+    _place: Workplace | None = None  # created at first use
+    _returned: str | None = None  # the worker's return value as JSON
 
     def __init__(
         self,
@@ -197,30 +221,10 @@ class Agent:
         self.trail = trail
         self.tally = Tally(resources.emit.metrics.agent(resources.run, job.index))
         self.progress = AgentForecast(key=job.affinity, model=resources.shapes.first.model)
-        self.text = ""  # the model's latest
-        # Its end
-        self.tasks: Sequence[asyncio.Task[None]] = ()  # the tasks that run it until its result is delivered
-        self._task: asyncio.Task[object] | None = None  # while it works
-        self.stopped_by: JobError | None = None  # the error of an early stop
-        self.failure: JobError | StoreError | None = None  # final: the worker's return value cannot replace it
-        self.error: JobError | None = None
-        self._verdict: AgentError | None = None
-        self._output: object = None
-        self.recorded: AgentResult[object] | None = None  # its result, once it is being written to disk
-        self.repaired = False  # the JSON of the output was repaired
-        self.truncated = False  # a text that was cut at max_tokens was kept
-        self.doubts: Mapping[str, float | None] | None = None  # of the output, by field
         self.written: list[RecordedCall] = []  # calls of this session that may have written
-        # Its requests
-        self.ticket: Ticket | None = None  # a slot that was already requested
-        self.asking: ModelRequest | None = None  # the latest request in flight
-        self.latest: tuple[Conversation, int] | None = None  # the conversation of the latest answer, and its length
-        # The latest answer of the tool loop, and the digest of its request, until it is recorded.
-        self.answered: tuple[Reply, str] | None = None
         slots = resources.dispatcher.slots
         self._loop, self._clock = slots.loop, slots.clock
         self._began = self._clock()
-        self._closed = False
         self._worker = worker
         self.worker: UserWorker | None = None if callable(worker) else worker  # None for built-in workers too
         has_task = self.worker is None or bool(job.prompt)
@@ -230,10 +234,6 @@ class Agent:
             self._progress_of: dict[str, AgentForecast] = {}  # for models other than the run's
             self._started: set[asyncio.Task[Any]] = set()  # by the worker
             self._writing: set[asyncio.Future[None]] = set()  # calls that may write
-            self._calls = 0
-            self._key = ""  # API key at the gateway; created at first use
-            self._place: Workplace | None = None  # created at first use
-            self._returned: str | None = None  # the worker's return value as JSON
         past = trail.past
         has_steps = past.turns or past.worked or past.left is not None
         is_replayed = has_steps or wrote or (self.worker is not None and trail.records)

@@ -269,6 +269,15 @@ class Dialogue:
     the answer. ``max_turns`` limits the answers without those that were repaired. ``compacts``: the conversation is cut
     if it does not fit. ``mirror`` is a conversation that gets the same new messages."""
 
+    turns = 0  # answers
+    cut = UNCUT
+    _repairs = 0  # answers that were requested again because they were invalid
+    _early: EarlyCalls | None = None
+    _measured: int | None = None  # the server's count for ``_measured_at`` messages of ``asked``
+    _measured_at = 0
+    _answered = False  # since the latest cut
+    _cut_from: int | None = None  # tokens before the cut, if the conversation was cut since the latest answer
+
     def __init__(
         self,
         agent: Agent,
@@ -282,28 +291,20 @@ class Dialogue:
     ) -> None:
         self.shapes, self.schema, self.max_turns = shapes, schema, max_turns
         self.said = self.asked = said
-        self.cut = UNCUT
-        self.turns = 0  # answers
         self._agent, self._mirror = agent, mirror
         self._compactor = agent.r.compactor if compacts else None
         self._follows = agent.worker is None  # its messages follow from the row, so they are not recorded
         self._fixed = _fixed(said)
-        self._repairs = 0  # answers that were requested again because they were invalid
-        self._early: EarlyCalls | None = None
         # The digest of the conversation before each message; for the tool loop, that of its latest request alone. And
         # the number of messages that they cover. The row's key covers the first messages of the tool loop, and its
         # id, which may change, is no part of that.
         self._digests = [agent.trail.asked if self._follows else NO_MESSAGES]
         self._digested = len(said.messages) if self._follows else 0
-        self._measured: int | None = None  # the server's count for ``_measured_at`` messages of ``asked``
-        self._measured_at = 0
-        self._answered = False  # since the latest cut
         # Tool results have images. They are part of ``said`` always, and of ``asked`` unless the model refuses images.
         self._images = not self._follows and any(map(_has_images, said.messages))
         self._hides = self._images and agent.r.sees_images is False
         if self._hides:
             self._rebuild()
-        self._cut_from: int | None = None  # tokens before the cut, if the conversation was cut since the latest answer
 
     # Asking
 

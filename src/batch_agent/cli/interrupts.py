@@ -8,10 +8,11 @@ import signal
 import sys
 from collections.abc import Coroutine
 from contextlib import suppress
-from typing import Protocol, Self
+from typing import Protocol
 
 from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.output.streams import say
+from batch_agent.run.interruption import Interruption
 
 
 def serve(serving: Coroutine[object, object, None], *, last_word: str = "stopped") -> int:
@@ -46,40 +47,15 @@ class Stoppable(Protocol):
     def cancel(self) -> None: ...
 
 
-class Interrupts:
-    def __init__(self, run: Stoppable) -> None:
-        self._run = run
-        self._interrupts = 0
-        self._stops: list[signal.Signals] = []
-        self.stopped_by: signal.Signals | None = None
+def interruption_of(run: Stoppable) -> Interruption:
+    """Return the context manager during which signals drain or stop the run."""
 
-    def __enter__(self) -> Self:
-        loop = asyncio.get_running_loop()
-        with suppress(NotImplementedError, RuntimeError):  # Windows, or not in the main thread
-            loop.add_signal_handler(signal.SIGINT, self._interrupt)
-            self._stops = stop_signals()
-            for number in self._stops:
-                loop.add_signal_handler(number, self._stop, number)
-        return self
+    def drain() -> None:
+        say("batch-agent: stopping: running agents finish, no new one starts. Ctrl-C again stops at once.")
+        run.drain()
 
-    def __exit__(self, *exception: object) -> None:
-        loop = asyncio.get_running_loop()
-        with suppress(NotImplementedError):
-            for number in (signal.SIGINT, *self._stops):
-                loop.remove_signal_handler(number)
-
-    def _interrupt(self) -> None:
-        self._interrupts += 1
-        if self._interrupts == 1:
-            say("batch-agent: stopping: running agents finish, no new one starts. Ctrl-C again stops at once.")
-            self._run.drain()
-        else:
-            self._stop(signal.SIGINT)
-
-    def _stop(self, by: signal.Signals) -> None:
+    def stop() -> None:
         say("batch-agent: stopping at once.")
-        self.stopped_by = by
-        self._run.cancel()
-        # If cancelling takes long, the next signal kills the process.
-        asyncio.get_running_loop().remove_signal_handler(by)
-        signal.signal(by, signal.SIG_DFL)
+        run.cancel()
+
+    return Interruption(stop_signals(), owns=True).stopping(drain, stop)

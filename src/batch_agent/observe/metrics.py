@@ -102,44 +102,39 @@ class Metrics(TypedSink):
     """``clock`` must be the clock of the events' ``at``. A run calls ``job_started`` and the other public methods for
     its own agents (``Emit``). The handlers are for events of runs inside it, and for rare ones."""
 
+    entries: EntryCounts | None = None  # of a cascade
+    # Of worker processes: the sum of ``counts``, and their running agents by state, as a status names it.
+    elsewhere: Mapping[str, float] = {}
+    agents_elsewhere: Mapping[str, int] = {}
+    _run: RunStarted | None = None
+    _finished: RunFinished | None = None
+    _began = _latest_start = _row_seconds = 0.0
+    _started = _done = _ok = _resumed = _interrupted = _timed_rows = 0
+    _running = _peak_running = 0
+    _running_seconds = _waiting_seconds = 0.0  # of all agents
+    _turns = _retries = _controls = _cache_hits = _rejected = _tool_errors = 0
+    _prompt = _cached = _completion = _reasoning = _cache_writes = 0
+    _cost: float | None = None
+    _unpriced = False  # the price of an answer was not known
+    _saved = Usage()
+    _samples = (0, 0, 0, 0)  # rows with a vote, their samples, those not needed, rows with identical samples
+    _last_rejected: RecentError | None = None
+    _draining = False
+    _max_inflight: int | None = None
+    _schema_note = ""
+    _kv: CacheRead | None = None
+
     def __init__(self, clock: Callable[[], float] = time.monotonic, recorder: Recorder | None = None) -> None:
         self._clock, self._recorder = clock, recorder
-        self._run: RunStarted | None = None
-        self._began = 0.0
-        self._finished: RunFinished | None = None
         self._agents: dict[tuple[str, int], LiveAgent] = {}  # by run and row
-        self.entries: EntryCounts | None = None  # of a cascade
-        self._started = self._done = self._ok = self._resumed = self._interrupted = 0
         self._failures: dict[str, int] = {}
         self._answered_by: dict[str, int] = {}
-        self._running = self._peak_running = 0
-        self._running_seconds = self._waiting_seconds = 0.0  # of all agents
-        self._turns = self._retries = self._controls = 0
-        self._prompt = self._cached = self._completion = self._reasoning = self._cache_writes = 0
-        self._cost: float | None = None
-        self._unpriced = False  # the price of an answer was not known
-        self._cache_hits = 0
-        self._saved = Usage()
         self._tool_sources = {"run": 0, "shared": 0, "cache": 0}
-        self._tool_errors = 0
         self._tools: dict[str, list[float]] = {}  # calls, failed, seconds
-        self._rejected = 0
-        self._samples = (0, 0, 0, 0)  # rows with a vote, their samples, those not needed, rows with identical samples
-        self._last_rejected: RecentError | None = None
-        self._draining = False
-        self._latest_start = self._row_seconds = 0.0
-        self._timed_rows = 0
-        self._history = History()
-        self._max_inflight: int | None = None
-        self._limits = Limits()
+        self._history, self._limits = History(), Limits()
         self._down: dict[str, HealthChanged] = {}
         self._down_seconds: dict[str, float] = {}  # of outages that are over, by endpoint
-        self._schema_note = ""
-        # Of worker processes: the sum of ``counts``, and their running agents by state, as a status names it.
-        self.elsewhere: Mapping[str, float] = {}
         self.stages: list[Metrics] = []  # of the runs inside this one
-        self.agents_elsewhere: Mapping[str, int] = {}
-        self._kv: CacheRead | None = None
         self._errors: dict[tuple[str, str], RecentError] = {}
         self._rows_by_second: deque[tuple[int, int]] = deque(maxlen=WINDOW)
         self.handlers = dict[type, Callable[[Any], None]].fromkeys(RARE, self._rare) | {

@@ -1,8 +1,11 @@
-"""Ctrl-C during a run: the run ends, finished rows are kept, and one line says how to continue.
+"""Ctrl-C and other signals during a run: the run ends, finished rows are kept, and one line says how to continue.
 
-The first Ctrl-C stops the run; the next one has its usual effect. An interactive session gets the finished results. In
-a script, KeyboardInterrupt is raised with them as ``results``. If it is not caught, it prints that one line instead of
-a traceback. Handlers that a program has installed itself are not replaced.
+Each Ctrl-C calls the next step: in the library the first one stops the run, on the command line the first one drains it
+and the second one stops it. After the last step a signal has its usual effect.
+
+In the library, an interactive session gets the finished results. In a script, KeyboardInterrupt is raised with them as
+``results``. If it is not caught, it prints that one line instead of a traceback. Handlers that a program has installed
+itself are not replaced.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import functools
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
@@ -25,36 +28,60 @@ R = TypeVar("R")
 
 
 class Interruption:
-    def __init__(self) -> None:
-        self.happened = False
-        self._stop: Callable[[], None] = lambda: None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._before: Any = None
+    """``at_once`` are further signals, which call the last step. ``owns``: the process is a command of this package, so
+    other handlers are replaced, and a signal after the last step kills the process."""
 
-    def stopping(self, stop: Callable[[], None]) -> Self:
-        """Return the context manager for a run. ``stop`` is called on its event loop at the first Ctrl-C."""
-        self._stop, self._loop = stop, asyncio.get_running_loop()
+    def __init__(self, at_once: Sequence[signal.Signals] = (), *, owns: bool = False) -> None:
+        self.happened = False  # the last step was called
+        self.stopped_by: signal.Signals | None = None  # the signal that called it
+        self._at_once, self._owns = at_once, owns
+        self._steps: Sequence[Callable[[], None]] = ()
+        self._count = 0  # of Ctrl-C
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._before: dict[signal.Signals, Any] = {}  # the handlers that were replaced
+
+    def stopping(self, *steps: Callable[[], None]) -> Self:
+        """Return the context manager for a run. The steps are called on its event loop."""
+        self._steps, self._loop = steps, asyncio.get_running_loop()
         return self
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            before = signal.getsignal(signal.SIGINT)
-            if _is_pythons_own(before):
-                self._before = before
-                signal.signal(signal.SIGINT, self._interrupted)
+            for number in (signal.SIGINT, *self._at_once):
+                before = signal.getsignal(number)
+                if self._owns or _is_pythons_own(before):
+                    self._before[number] = before
+                    signal.signal(number, self._received)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._restore()
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        self._before.clear()
 
     def request(self) -> bool:
-        """Stop the run as Ctrl-C does, from any thread. Returns False if no run is active."""
+        """Stop the run as the last Ctrl-C does, from any thread. Returns False if no run is active."""
         if self._loop is None or self.happened:
             return False
-        self.happened = True
-        with suppress(RuntimeError):  # the loop is closed: the run has ended
-            self._loop.call_soon_threadsafe(self._stop)
+        self._call(len(self._steps))
         return True
+
+    def _received(self, number: int, frame: FrameType | None) -> None:
+        by = signal.Signals(number)
+        self._count += by == signal.SIGINT
+        count = self._count if by == signal.SIGINT else len(self._steps)
+        if count >= len(self._steps):
+            self.stopped_by = by
+            before = self._before.pop(by)
+            signal.signal(by, signal.SIG_DFL if self._owns else before)
+        self._call(count)
+
+    def _call(self, count: int) -> None:
+        """Call a step; the last one if there are no more."""
+        assert self._loop is not None, "a signal is handled only while a run is active"
+        self.happened = self.happened or count >= len(self._steps)
+        with suppress(RuntimeError):  # the loop is closed: the run has ended
+            self._loop.call_soon_threadsafe(self._steps[min(count, len(self._steps)) - 1])
 
     def conclude(self, outcome: R, results: object, words: str) -> R:
         """Return the outcome in an interactive session; elsewhere raise KeyboardInterrupt with the results."""
@@ -66,15 +93,6 @@ class Interruption:
         if threading.current_thread() is threading.main_thread():
             sys.excepthook = functools.partial(_in_one_line, error, sys.excepthook)
         raise error
-
-    def _interrupted(self, number: int, frame: FrameType | None) -> None:
-        self._restore()
-        self.request()
-
-    def _restore(self) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
-            self._before = None
 
 
 def _is_pythons_own(handler: object) -> bool:

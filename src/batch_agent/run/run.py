@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Generic, Self, TypeVar, cast, final
@@ -59,7 +59,15 @@ logger = logging.getLogger("batch_agent")
 
 @final
 class Run(Generic[T]):
-    """Use it with ``async with``: ``results()``, ``statistics()``, ``pause``, ``drain``, ``cancel``."""
+    """Use it with ``async with``: ``results()``, ``statistics()``, ``pause``, ``drain``, ``cancel``.
+
+    ``command`` is how to start this run again, for the record. ``worker`` is a built-in one that replaces the tool
+    loop; the user's is in the spec. ``record`` opens the record of the run. ``work_on`` is the record of a run that
+    another process feeds: this one works on its rows, and waits ``patience`` seconds for a feeder. ``within`` is
+    the state of an outer run, of which this run is the ``stage``; ``row_schema`` is the class of its rows, if they
+    are outputs of another stage. ``inside`` are the stages of the pipeline that this run is, or that has the
+    ``pilot``. ``controls`` is what the control socket controls and the summary counts.
+    """
 
     def __init__(
         self,
@@ -78,12 +86,6 @@ class Run(Generic[T]):
         patience: float = float("inf"),
         pilot: Pilot | None = None,
     ) -> None:
-        """``command`` is how to start this run again, for the record. ``worker`` is a built-in one that replaces the
-        tool loop; the user's is in the spec. ``record`` opens the record of the run. ``work_on`` is the record of a run
-        that another process feeds: this one works on its rows, and waits ``patience`` seconds for a feeder. ``within``
-        is the state of an outer run, of which this run is the ``stage``; ``row_schema`` is the class of its rows, if
-        they are outputs of another stage. ``inside`` are the stages of the pipeline that this run is, or that has the
-        ``pilot``. ``controls`` is what the control socket controls and the summary counts."""
         self.id = secrets.token_hex(8)
         self.on_change: OnChange = prepared.spec.on_change  # may be set before the run is entered
         self._setup = setup = Setup(
@@ -133,6 +135,10 @@ class Run(Generic[T]):
             self.pilot_rows.go_on()
         while (result := await self._setup.delivery.take()) is not None:
             yield cast("AgentResult[T]", result)
+
+    def each(self) -> AsyncIterator[AgentResult[T]]:
+        """Return what ``results`` returns: a pipeline has this too."""
+        return self.results()
 
     async def pilot(self) -> Results[T]:
         """Wait until the rows of the pilot are done, and return their results in input order. No other row starts until

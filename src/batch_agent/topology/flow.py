@@ -14,7 +14,7 @@ import os
 import posixpath
 import time
 from array import array
-from collections.abc import AsyncIterable, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -46,6 +46,7 @@ from batch_agent.record.store import RunStore
 from batch_agent.record.timeline import Line
 from batch_agent.results import Results, Summary
 from batch_agent.run.changes import Changes, OnChange
+from batch_agent.run.collecting import collect_all
 from batch_agent.run.pilot import Pilot, outlook_of
 from batch_agent.run.recording import open_record
 from batch_agent.run.rows import Rows, UniqueIds
@@ -55,7 +56,6 @@ from batch_agent.run.shared import Shared
 from batch_agent.run.shared_backends import SharedBackends, Wrap
 from batch_agent.run.sharing import Lending
 from batch_agent.run.spec_json import spec_json
-from batch_agent.run.together import run_together
 from batch_agent.run.trust import HOSTS, hosts_of
 from batch_agent.spec import BatchSpec
 from batch_agent.tools.execution import ToolStatistics
@@ -182,7 +182,7 @@ class Flow:
         """Run the stages. Returns whether all of them ended as they should; else their records say why not."""
         beside: list[InputSource | FunctionNode] = [*self._sources, *self._functions]
         try:
-            await run_together(self.nodes, [partial(node.pump, run.shared) for node in beside])
+            await collect_all(self.nodes, [partial(node.pump, run.shared) for node in beside])
         except Exception as error:
             self._failure = error
             raise
@@ -209,6 +209,12 @@ class Flow:
             pass
         if self._failure is not None:
             raise self._failure
+
+    async def each(self) -> AsyncIterator[AgentResult[Any]]:
+        """Yield the results of the last stage that calls a model, when all stages have ended."""
+        await self.finish()
+        for result in self.results():
+            yield result
 
     def statistics(self) -> Statistics:
         """Return the statistics of all stages together, with the counts of each stage."""

@@ -1,6 +1,6 @@
 """What stages do with rows: each receives the finished rows of the previous stage, and passes on its own.
 
-A stage of agents is a run that takes its rows from a channel; ``run.together`` returns its results. Sources and
+A stage of agents is a run that takes its rows from a channel; ``run.collecting`` returns its results. Sources and
 functions are in ``flow``.
 """
 

@@ -10,7 +10,6 @@ number of times; ``flow`` runs it.
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar, cast, overload
 
@@ -19,12 +18,12 @@ from batch_agent.events import Sink
 from batch_agent.files.gold import GivenGold
 from batch_agent.files.inputs import rows_from
 from batch_agent.job import AgentResult
-from batch_agent.observe.progress import ProgressDisplay
 from batch_agent.observe.statistics import Statistics
 from batch_agent.record.compare import Side
 from batch_agent.record.scoring import first_fields
 from batch_agent.results import Results, Summary, with_unfinished
-from batch_agent.run.interruption import Interruption, interrupted_words
+from batch_agent.run.collecting import Collecting
+from batch_agent.run.interruption import Interruption
 from batch_agent.run.scoring import final_score
 from batch_agent.topology.flow import Flow
 from batch_agent.topology.nodes import AgentNode
@@ -175,26 +174,31 @@ class Pipeline(Generic[T]):
 
 
 async def finished(flow: Flow, progress: bool | None = None) -> FlowOutcome[Any]:
-    """The outcome of a flow that is opened, run and left here. An exception carries what was done as ``results``."""
-    view, interruption = ProgressDisplay(progress, flow.statistics), Interruption()
-    try:
-        async with flow, view:
-            with interruption.stopping(flow.cancel):
-                await flow.finish()
-    except BaseException as error:
-        outcome = outcome_of(flow)
-        if outcome.statistics.done:
-            view.conclude(str(outcome))
-        with suppress(AttributeError, TypeError):  # an exception of foreign code may have no room for it
-            error.results = outcome.results  # type: ignore[attr-defined]
-        raise
-    outcome = outcome_of(flow)
-    if flow.pilot_rows is not None and flow.pilot_rows.stopped:
-        outcome = replace(outcome, summary=replace(outcome.summary, pilot=await flow.outlook()))
-    view.conclude(str(outcome))
-    if interruption.happened:
-        return interruption.conclude(outcome, outcome.results, interrupted_words(flow.statistics(), flow.spec))
-    return outcome
+    """Return the outcome of a flow that is opened, run and left here. An exception has what was done as ``results``."""
+    return await FlowCollecting(flow).collect(progress, Interruption())
+
+
+class FlowCollecting(Collecting[FlowOutcome[Any]]):
+    """The stages keep their results."""
+
+    def __init__(self, flow: Flow) -> None:
+        super().__init__(flow, flow.spec)
+        self._flow = flow
+
+    def statistics(self) -> Statistics:
+        return self._flow.statistics()
+
+    def so_far(self) -> FlowOutcome[Any]:
+        return outcome_of(self._flow)
+
+    async def at_end(self) -> FlowOutcome[Any]:
+        flow, outcome = self._flow, outcome_of(self._flow)
+        if flow.pilot_rows is None or not flow.pilot_rows.stopped:
+            return outcome
+        return replace(outcome, summary=replace(outcome.summary, pilot=await flow.outlook()))
+
+    def kept(self, outcome: FlowOutcome[Any]) -> object:
+        return outcome.results
 
 
 def outcome_of(flow: Flow) -> FlowOutcome[Any]:

@@ -10,7 +10,7 @@ import signal
 import sys
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, nullcontext, redirect_stdout
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from itertools import starmap
 from pathlib import Path
@@ -36,7 +36,7 @@ from batch_agent.cli.exit_status import (
     SIGNALLED,
     UNREACHABLE,
 )
-from batch_agent.cli.interrupts import Interrupts
+from batch_agent.cli.interrupts import interruption_of
 from batch_agent.cli.output.request_log import RequestLog
 from batch_agent.cli.output.results import ResultWriter, open_results, refuse_in_run_directory, refuse_overwriting
 from batch_agent.cli.output.streams import flush_words, put, put_json, say
@@ -56,7 +56,6 @@ from batch_agent.cli.spec.load import (
     take_settings,
 )
 from batch_agent.cli.spec.rows import STDIN
-from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import BatchAgentError, Invalid, JobError, SpecError
 from batch_agent.events import Ended
 from batch_agent.files.gold import GOLD_FACT, IN_KEYS
@@ -78,6 +77,7 @@ from batch_agent.record.reader import RunSnapshot, look, open_run
 from batch_agent.record.rundir import RESULTS, RUN
 from batch_agent.record.score_reader import has_gold, score_of_run
 from batch_agent.run.changes import Changes, OnChange, retries
+from batch_agent.run.collecting import collect
 from batch_agent.run.promise import priced as priced_promise
 from batch_agent.run.promise import standing_of
 from batch_agent.run.run import Run
@@ -267,61 +267,57 @@ def choose_view(options: argparse.Namespace, stderr: TextIO, stdout: TextIO) -> 
 async def _run(
     run: Run[object] | Flow, inputs: object, writer: ResultWriter, view: TerminalDisplay, report: Reporter
 ) -> int:
-    async with run:
-        unwritten, all_ok = 0, True
-        recent: deque[tuple[int, bool, object, float, str]] = deque(maxlen=RECENT_RESULTS)
+    unwritten, all_ok = 0, True
+    recent: deque[tuple[int, bool, object, float, str]] = deque(maxlen=RECENT_RESULTS)
+    schema = run.nodes[-1].prepared.schema if isinstance(run, Flow) else run.schema
 
-        def statistics() -> Statistics:
-            now = _statistics(run, inputs, unwritten)
-            return replace(now, recent_results=tuple(starmap(_in_short, recent)))
+    def statistics() -> Statistics:
+        now = _statistics(run, inputs, unwritten)
+        return replace(now, recent_results=tuple(starmap(_in_short, recent)))
 
-        try:
-            with Interrupts(run) as interrupts:
-                if report.pilot is not None:
-                    async with Display(view, statistics):
-                        await report.pilot.wait()
-                    await report.pilot.decide()
-                async with Display(view, statistics):
-                    async for result, schema in _results(run):
-                        shown = plainly(result, schema)
-                        faithful = await writer.write(shown)
-                        unwritten += result.ok and not (shown.ok and faithful)
-                        all_ok &= shown.ok
-                        outcome = shown.output if shown.ok else shown.error
-                        recent.append((shown.index, shown.ok, outcome, shown.timings.total, shown.job_id))
-        except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
-            say("\n".join(report.broke_off(statistics())), wrap=False)
-            return SIGNALLED + signal.SIGPIPE
-        except BatchAgentError as error:
-            for line in report.broke_off(statistics()):
-                word, rest = line.split(None, 1)
-                error.add_note(f"{word.capitalize()} {rest}")
-            raise
-        if writer.keeps_old:
-            say(f"batch-agent: no row has an answer, so {writer.destination} is unchanged")
-        taken = run.gold if isinstance(run, Flow) else None if run.scoring is None else run.scoring.taken
-        score = None if taken is None else final_score(run)
-        promise = None if isinstance(run, Flow) else await in_thread(lambda: run.promise)
-        report.finished(statistics(), run.tool_statistics(), score, promise)
-        if interrupts.stopped_by is not None:
-            return SIGNALLED + interrupts.stopped_by
-        code = exit_code(statistics())
-        code = code if all_ok or code != ALL_OK else ROWS_FAILED
-        unmet = taken is not None and taken.options.require and (score is None or score.unmet)
-        unmet = unmet or (promise is not None and not promise.kept)
-        waits = report.people_wait(statistics())
-        return REQUIRED if (unmet or waits) and code in (ALL_OK, ROWS_FAILED) else code
+    async def write(result: AgentResult[object]) -> None:
+        nonlocal unwritten, all_ok
+        shown = plainly(result, schema)
+        faithful = await writer.write(shown)
+        unwritten += result.ok and not (shown.ok and faithful)
+        all_ok &= shown.ok
+        outcome = shown.output if shown.ok else shown.error
+        recent.append((shown.index, shown.ok, outcome, shown.timings.total, shown.job_id))
 
+    @asynccontextmanager
+    async def display() -> AsyncIterator[None]:
+        if report.pilot is not None:
+            async with Display(view, statistics):
+                await report.pilot.wait()
+            await report.pilot.decide()
+        async with Display(view, statistics):
+            yield
 
-async def _results(run: Run[object] | Flow) -> AsyncIterator[tuple[AgentResult[object], OutputSchema[object] | None]]:
-    """Yield each result with its schema. The results of a pipeline are those of its last stage, at the end."""
-    if isinstance(run, Flow):
-        await run.finish()
-        for result in run.results():
-            yield result, run.nodes[-1].prepared.schema
-    else:
-        async for result in run.results():
-            yield result, run.schema
+    interruption = interruption_of(run)
+    try:
+        await collect(run, write, interruption=interruption, display=display())
+    except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
+        say("\n".join(report.broke_off(statistics())), wrap=False)
+        return SIGNALLED + signal.SIGPIPE
+    except BatchAgentError as error:
+        for line in report.broke_off(statistics()):
+            word, rest = line.split(None, 1)
+            error.add_note(f"{word.capitalize()} {rest}")
+        raise
+    if writer.keeps_old:
+        say(f"batch-agent: no row has an answer, so {writer.destination} is unchanged")
+    taken = run.gold if isinstance(run, Flow) else None if run.scoring is None else run.scoring.taken
+    score = None if taken is None else final_score(run)
+    promise = None if isinstance(run, Flow) else await in_thread(lambda: run.promise)
+    report.finished(statistics(), run.tool_statistics(), score, promise)
+    if interruption.stopped_by is not None:
+        return SIGNALLED + interruption.stopped_by
+    code = exit_code(statistics())
+    code = code if all_ok or code != ALL_OK else ROWS_FAILED
+    unmet = taken is not None and taken.options.require and (score is None or score.unmet)
+    unmet = unmet or (promise is not None and not promise.kept)
+    waits = report.people_wait(statistics())
+    return REQUIRED if (unmet or waits) and code in (ALL_OK, ROWS_FAILED) else code
 
 
 def _in_short(index: int, ok: bool, outcome: object, seconds: float, job_id: str) -> RecentResult:

@@ -10,7 +10,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from batch_agent.cli.exit_status import ALL_OK
-from batch_agent.cli.interrupts import Interrupts
+from batch_agent.cli.interrupts import interruption_of
 from batch_agent.cli.output.streams import say
 from batch_agent.cli.spec.specfile import read_specfile
 from batch_agent.errors import SpecError
@@ -92,6 +92,6 @@ async def _work(options: argparse.Namespace) -> WorkReport:
     server, _, prefix = options.url.removesuffix("*").rpartition("/")
     if options.url.endswith("*") and isinstance(address := place_of(server, named=False), StoreAddress):
         workers = JoinedWorkers(address, prefix, trust, import_from=directory, wait=options.wait)
-        with Interrupts(workers):
+        with interruption_of(workers):
             return await workers.work()
-    return await work_at(options.url, trust, import_from=directory, wait=options.wait, around=Interrupts)
+    return await work_at(options.url, trust, import_from=directory, wait=options.wait, around=interruption_of)
