@@ -29,11 +29,12 @@ class ProgressDisplay:
     """``wanted``: True shows a run from its start, as lines without a terminal; False never; None shows it where it
     fits."""
 
+    _timer: asyncio.TimerHandle | None = None
+    _display: Display | None = None
+    _conclude: Callable[[str], None] | None = None
+
     def __init__(self, wanted: bool | None, statistics: Callable[[], Statistics]) -> None:
         self._wanted, self._statistics = wanted, statistics
-        self._timer: asyncio.TimerHandle | None = None
-        self._display: Display | None = None
-        self._conclude: Callable[[str], None] | None = None
 
     async def __aenter__(self) -> Self:
         if self._wanted:

@@ -30,6 +30,14 @@ CALLBACKS = 64  # async callbacks that may run; above that, no new agent starts
 class Delivery(Generic[T]):
     """``pilot`` counts the results; those of its rows may wait until the user asks for them."""
 
+    learning: AuditFirst | None = None
+    _taker: asyncio.Future[None] | None = None
+    _closed = False
+    _failure: BaseException | None = None
+    _reported = False
+    _callbacks = 0
+    _full = False
+
     def __init__(
         self,
         on_result: Callable[..., object] | None,
@@ -38,15 +46,8 @@ class Delivery(Generic[T]):
     ) -> None:
         self._on_result = on_result
         self._on_backlog, self._pilot = on_backlog, pilot
-        self.learning: AuditFirst | None = None
         self._ready: deque[AgentResult[T]] = deque()
-        self._taker: asyncio.Future[None] | None = None
-        self._closed = False
-        self._failure: BaseException | None = None
-        self._reported = False
-        self._callbacks = 0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._full = False
 
     def deliver(self, result: AgentResult[T]) -> None:
         """Call the user's callback, then queue the result, even if the callback fails. A callback that is a coroutine

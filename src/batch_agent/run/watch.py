@@ -28,14 +28,15 @@ STATUS_EVERY = 5.0  # seconds between two writes of the run's metrics
 class Watch:
     """Writes what ``recorder`` collects. ``run`` is sampled, and controlled by the control socket if there is one."""
 
+    _store: Store | None = None
+    _files: TimelineFiles | None = None
+    _socket: ControlSocket | None = None
+    _timer: asyncio.TimerHandle | None = None
+    _writing: asyncio.Future[None] | None = None
+    _sampled = _told = 0.0  # times of the event loop
+
     def __init__(self, recorder: Recorder, run: Controls, *, socket: bool) -> None:
         self._recorder, self._run, self._has_socket = recorder, run, socket
-        self._store: Store | None = None
-        self._files: TimelineFiles | None = None
-        self._socket: ControlSocket | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._writing: asyncio.Future[None] | None = None
-        self._sampled = self._told = 0.0  # times of the event loop
 
     def _wait(self) -> None:
         """Write again after a while, because something has happened."""
