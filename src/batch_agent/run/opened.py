@@ -228,7 +228,7 @@ class Opened:
             done.send_events()
         lease, waits = setup.lease, setup.patience
         self.leases = leases = Leases(store, number, lease=lease, generation=generation, source=feeder, patience=waits)
-        if setup.is_shared:
+        if setup.is_shared and setup.works:
             leases.share()
         leases.on_away = partial(shared.set_overdue, f"{setup.id} leases")
         leases.on_observed = done.send_events
@@ -298,7 +298,8 @@ class Opened:
         elif lender is not None:
             setup.shared.lender = lender
             self._lend(lender)
-        self.leases.share()
+        if setup.works:
+            self.leases.share()
         await self._share_feed()
         if setup.inside is not None and setup.shared.lender is not None:
             await setup.inside.begin_sharing(setup.shared.lender)
