@@ -153,7 +153,8 @@ def _of_samples(options: Mapping[str, object]) -> Iterator[str]:
 
 
 def _alike(body: object) -> Iterator[tuple[str, object]]:
-    """Yield what makes all samples equal, also in fields of fields."""
+    """Yield the fields of a body that would make all samples equal, with their values; fields within fields are
+    searched too."""
     for name, value in body.items() if isinstance(body, Mapping) else ():
         if isinstance(value, Mapping):
             yield from _alike(value)

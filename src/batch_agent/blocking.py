@@ -20,7 +20,8 @@ P = ParamSpec("P")
 
 
 class _DaemonThreads(concurrent.futures.Executor):
-    """One thread per call. An executor, so that an event loop with a virtual clock knows of the call."""
+    """An executor with one thread per call. As it is an executor, an event loop with a virtual clock knows of the
+    call."""
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> concurrent.futures.Future[T]:
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
@@ -53,7 +54,7 @@ def clock_of(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:
 
 
 def on_this_loop(function: Callable[[], None]) -> Callable[[], None]:
-    """Return ``function`` as one that any thread may call: it runs on the event loop of this thread."""
+    """Return a function that any thread may call and that runs ``function`` on the event loop of this thread."""
     loop, here = asyncio.get_running_loop(), threading.get_ident()
 
     def call() -> None:

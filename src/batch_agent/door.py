@@ -45,7 +45,7 @@ Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 class RequestRefused(Exception):
-    """A request that gets an error ``status`` instead of an answer. ``param`` is the field of the body to blame,
+    """A request that gets an error ``status`` instead of an answer. ``param`` is the invalid field of the body,
     ``code`` a word for programs. ``kind`` is the type of the error, if it is not the usual one of the status."""
 
     def __init__(
@@ -137,7 +137,8 @@ class Door:
             await runner.cleanup()
 
     async def drain(self, seconds: float) -> None:
-        """Accept no further connection, and wait until the requests that came are answered, for ``seconds`` at most."""
+        """Accept no further connection, and wait until the requests that have arrived are answered, at most for
+        ``seconds``."""
         if self._runner is not None:
             for site in tuple(self._runner.sites):
                 await site.stop()
@@ -197,7 +198,8 @@ class Door:
         return _is_address(name) or name.partition(".")[0] == platform.node().lower().partition(".")[0]
 
     async def _answer_unread(self, request: web.BaseRequest, refused: RequestRefused) -> web.StreamResponse:
-        """Answer a refused request. If no more of it arrives, the connection is closed at once."""
+        """Answer a refused request whose body was not read. If no more of the body arrives, the connection is closed at
+        once."""
         answer = self._refuse(request, refused)
         if refused.headers:
             answer.headers.update(refused.headers)
@@ -250,7 +252,7 @@ class _DoorRequest(web.BaseRequest):
 
 
 def add_to_answer(request: web.BaseRequest, headers: Mapping[str, str]) -> None:
-    """Add these headers to the answer of a request, whatever makes the answer."""
+    """Add these headers to the answer of a request, whichever code makes the answer."""
     if isinstance(request, _DoorRequest):
         request.answer_headers = headers
 
@@ -338,13 +340,13 @@ def given_key(request: web.BaseRequest) -> str:
 
 
 def same_secret(given: str, secret: str) -> bool:
-    """Return whether the two are the same, in a time that tells nothing of the secret."""
+    """Return whether the two are the same. The time that this takes says nothing about the secret."""
     return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), secret.encode("utf-8", "surrogatepass"))
 
 
 async def read_body(request: web.BaseRequest, patience: float, most: int = MOST_BODY_BYTES) -> bytes:
-    """Return the body. Raises RequestRefused above ``most`` bytes, without any for ``patience`` seconds, and if they
-    come so slowly that the body is meant to hold the connection."""
+    """Return the body. Raises RequestRefused if it has more than ``most`` bytes, if no byte arrives for ``patience``
+    seconds, or if bytes arrive so slowly that they only serve to hold the connection."""
     if not request.can_read_body:
         return b""
     too_large = RequestRefused(413, f"the body is larger than {most // 1024**2} MiB")

@@ -274,7 +274,7 @@ class Interrupted(JobError):
 
 @contextmanager
 def explained(what: str, kind: type[BatchAgentError] = SpecError) -> Iterator[None]:
-    """Turn an OSError of the block into an error of ours: ``what`` failed, and the reason."""
+    """Turn an OSError of the block into an error of type ``kind`` that says that ``what`` failed, and why."""
     try:
         yield
     except OSError as error:
@@ -282,14 +282,14 @@ def explained(what: str, kind: type[BatchAgentError] = SpecError) -> Iterator[No
 
 
 def meant(name: str, known: Iterable[str], form: str = "{!r}") -> str:
-    """Return ``; did you mean 'x'?`` with the known name that is nearest to this one; "" if none is near."""
+    """Return the hint ``; did you mean 'x'?`` with the known name that is nearest to ``name``; "" if none is near."""
     near = difflib.get_close_matches(name, [*known], n=1)
     return f"; did you mean {form.format(near[0])}?" if near else ""
 
 
 @contextmanager
 def about(subject: str) -> Iterator[None]:
-    """Put the subject before the message of a SpecError, such as the option that is wrong."""
+    """Put the subject, such as the name of an option, before the message of a SpecError that the block raises."""
     try:
         yield
     except SpecError as error:
@@ -297,7 +297,8 @@ def about(subject: str) -> Iterator[None]:
 
 
 def error_of(kind: str, message: str, stage: str, retryable: bool) -> JobError:
-    """Return a recorded error, of the class with this type and stage, else a JobError with them."""
+    """Return a recorded error as an instance of the class with this type and stage; as a JobError with this type if
+    there is no such class."""
     classes = (known for known in _family(JobError) if known.__module__ == __name__)
     error = next((known for known in classes if (known.type, known.stage) == (kind, stage)), JobError)(message)
     error.type = kind

@@ -77,8 +77,8 @@ class JobStarted(RowEvent):
 
 @value_type
 class RowTakenOver(JobStarted):
-    """The feeder's own worker continues a row that another process has begun. Only metrics and spans get it: the other
-    sinks had the JobStarted of the row."""
+    """The feeder's own worker continues a row that another process has begun. Only metrics and spans get this event:
+    the other sinks got the JobStarted of the row."""
 
 
 @value_type
@@ -217,7 +217,8 @@ class ControlFinished(RunEvent):
 
 @value_type
 class CacheRead(RunEvent):
-    """The KV caches of the engines behind a run, about once a second. From ``held_seconds`` on, since its start."""
+    """The KV caches of the engines behind a run, read about once a second. The fields from ``held_seconds`` on are
+    totals since the start of the run."""
 
     tokens: int | None  # that the caches hold
     usage: float | None  # 0 to 1, the part that running requests hold
@@ -233,8 +234,8 @@ class CacheRead(RunEvent):
 
 @value_type
 class StreamingDecided(RunEvent):
-    """Whether answers are streamed from now on, so that tools can start early, and why. Before the first of these
-    events they are streamed, if the run allows it."""
+    """A decision whether answers are streamed from now on, so that tools can start early, and its reason. Before the
+    first of these events answers are streamed, if the run allows it."""
 
     streams: bool
     reason: str
@@ -346,7 +347,8 @@ class Sinks:
                 self._drop(sink)
 
     def elsewhere(self, event: Event) -> None:
-        """Pass on an event of a worker in another process. Metrics do not get it: its numbers come with commits."""
+        """Pass on an event of a worker in another process. Metrics do not get it, because their numbers come with
+        commits."""
         for sink, handle in self._handlers_of(type(event)):
             try:
                 (sink.elsewhere if isinstance(sink, Sinks) else handle)(event)
@@ -371,9 +373,12 @@ class Sinks:
 
 
 class Held(TypedSink):
-    """A sink that collects events and passes many of them at once to others. In a loop over many events, a sink needs a
-    fraction of the CPU time that it needs between two turns of agents, because its code stays in the processor's cache.
-    Events are held for a second at most. Create it inside the event loop."""
+    """A sink that collects events and passes many of them on at once.
+
+    In a loop over many events, a sink needs a fraction of the CPU time that it needs between two turns of agents,
+    because its code stays in the processor's cache. Events are held for a second at most. Create it inside the event
+    loop.
+    """
 
     def __init__(self) -> None:
         self.handlers = {}

@@ -42,7 +42,7 @@ def encodable(text: str) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """Return its type and message, shortened, without its traceback."""
+    """Return the type and the message of an exception, shortened, without its traceback."""
     message = message_of(error)
     if len(message) > MESSAGE_CHARACTERS:
         message = f"{message[:MESSAGE_CHARACTERS]} [...]"
@@ -99,7 +99,8 @@ def is_ctrl_c(error: BaseException | None) -> bool:
 
 
 class boundary:  # noqa: N801 (a context manager)
-    """Convert whatever the block raises to ``error(description)``, except Ctrl-C and ``passing``."""
+    """Raise ``error(description)`` in place of whatever the block raises, except Ctrl-C and the types in
+    ``passing``."""
 
     __slots__ = ("_error", "_passing")
 
@@ -114,7 +115,7 @@ class boundary:  # noqa: N801 (a context manager)
 
 
 def name_of(function: object) -> str:
-    """Return the qualified name of a function or a callable's class; a partial's with its arguments."""
+    """Return the qualified name of a function, or of the class of a callable; for a partial, with its arguments."""
     if isinstance(function, partial):
         # Values that are not JSON may be formatted differently in another process.
         with suppress(TypeError, ValueError):

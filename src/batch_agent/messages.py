@@ -37,7 +37,7 @@ class Attachment:
     kind = "attachment"
 
     def __init__(self, source: str | bytes | PathLike[str], *, tokens: int = IMAGE_TOKENS, digest: str = "") -> None:
-        """``tokens`` is about what a model counts for it; ``digest`` is the SHA-256 of its bytes, if known."""
+        """``tokens``: about how many tokens a model counts for it. ``digest``: the SHA-256 of its bytes, if known."""
         self.url = _data_url(source, "") if isinstance(source, bytes) else fspath(source)
         self.tokens = tokens
         self._digest = digest
@@ -81,8 +81,8 @@ class Image(Attachment):
 
 
 class Document(Attachment):
-    """A document: the path of a file that is yet to be read, or, as a ``data:`` URL, the file itself for a wire that
-    takes files. ``name`` is the file's."""
+    """A document: the path of a file that is read later; or the file itself as a ``data:`` URL, for a wire that accepts
+    files. ``name`` is the name of the file."""
 
     __slots__ = ("name",)
     kind = "document"
@@ -99,7 +99,7 @@ def _data_url(data: bytes, media_type: str) -> str:
 
 
 def _data(url: str) -> bytes:
-    """Return the bytes of a ``data:`` URL; its text if they cannot be decoded."""
+    """Return the bytes in a ``data:`` URL; the bytes of its text if they cannot be decoded."""
     text = url.partition(",")[2]
     try:
         return b64decode(text, validate=True)
@@ -274,7 +274,8 @@ class Allowance:
 
 @value_type
 class Quota:
-    """A provider's rate limits, sent with an answer. ``tokens`` is both kinds together; some providers count each."""
+    """A provider's rate limits, sent with an answer. ``tokens`` counts prompt and answer together; some providers also
+    count each alone."""
 
     requests: Allowance | None = None
     tokens: Allowance | None = None
@@ -284,8 +285,8 @@ class Quota:
 
 @value_type
 class TokenChance:
-    """A token of an answer, and the log-probability with which the model chose it; None: not reported. ``others``: the
-    likeliest tokens at this place, with theirs, if the server reports alternatives."""
+    """A token of an answer, and the log-probability with which the model chose it; None if that is not reported.
+    ``others``: the likeliest tokens at this place with their log-probabilities, if the server reports them."""
 
     text: bytes
     logprob: float | None

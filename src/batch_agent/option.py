@@ -31,15 +31,16 @@ class Allowed:
 
 @dataclass(frozen=True, slots=True)
 class Unset:
-    """What happens if the option is not given, when its default does not show it. ``is_none`` is False if None means
-    something else."""
+    """What happens if the option is not given, for options whose default does not show it. ``is_none``: False if None
+    means something else."""
 
     words: str
     is_none: bool = True
 
 
 class Scope(Enum):
-    """Where a pipeline accepts the option: only for the whole, or only for a stage. Without this note, for both."""
+    """Where a pipeline accepts the option: only for the whole pipeline, or only for a stage. An option without this
+    note is accepted for both."""
 
     WHOLE = "whole"
     STAGE = "stage"
@@ -109,7 +110,8 @@ def noted(model: type[BaseModel], note: object) -> frozenset[str]:
 
 
 def kinds(model: type[BaseModel], name: str) -> frozenset[object]:
-    """Return the types that an option may have, without checks and parameters: that of a list of texts is Sequence."""
+    """Return the types of values that an option may have, without checks and type parameters: for a list of texts,
+    Sequence."""
     return frozenset(_members(model.model_fields[name].annotation))
 
 
@@ -146,7 +148,8 @@ def explain(model: type[BaseModel], error: ValidationError, options: Mapping[str
 
 
 def _kind(value: object) -> str:
-    """Return the kind of a given value. Only numbers are shown: anything else may be a secret in the wrong option."""
+    """Return the kind of a given value, for a message. The value itself is only shown if it is a number: anything else
+    may be a secret in the wrong option."""
     if value is None or isinstance(value, bool | int | float):
         return repr(value)
     kinds: dict[type, str] = {str: "text", list: "a list of something else", dict: "a mapping of something else"}

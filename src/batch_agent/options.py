@@ -131,11 +131,11 @@ class EveryOption(Options, total=False):
 
 
 class ShownOptions(Options, total=False):
-    """With what ``run`` and ``run_sync`` take beside the options of a run."""
+    """The options of a run, and those that only ``run`` and ``run_sync`` take."""
 
     progress: bool | None
     view: bool
 
 
 class EveryShownOption(ShownOptions, EveryOption, total=False):
-    """All of these."""
+    """All options, as ``run`` and ``run_sync`` take them."""

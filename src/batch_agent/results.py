@@ -94,8 +94,8 @@ class Results(list[AgentResult[T]]):
         page: object = None,
         gold: RunGold | None = None,
     ) -> None:
-        """``output_schema`` is the spec's; ``page`` is the run's page, served until this is dropped; ``gold`` is what
-        the run knows of right answers."""
+        """``output_schema`` is that of the spec. ``page`` is the run's page, which is served until this object is
+        dropped. ``gold`` has the right answers that the run knows."""
         super().__init__(results)
         self._summary = summary
         self._output_schema = output_schema
@@ -103,7 +103,7 @@ class Results(list[AgentResult[T]]):
         self._gold = gold
 
     def know(self, gold: RunGold) -> None:
-        """Keep what a run knows of right answers, for ``score``."""
+        """Store the right answers that a run knows, for ``score``."""
         self._gold = gold
 
     @property
@@ -144,9 +144,12 @@ class Results(list[AgentResult[T]]):
         open_sealed: bool = False,
         wrong: bool = False,
     ) -> Score:
-        """Return how many answers are right, with exact intervals (docs/trust.md). What is not given is that of the
-        run. ``gold`` is a column of the inputs, a mapping from fields to columns, or a file with ids. ``open_sealed``
-        scores the rows that ``gold_sealed`` kept unseen; ``wrong`` keeps the wrong rows."""
+        """Return how many answers are right, with exact intervals (docs/trust.md).
+
+        An argument that is not given has the value of the run. ``gold`` is a column of the inputs, a mapping from
+        fields to columns, or a file with ids. ``open_sealed`` scores the rows that ``gold_sealed`` kept unseen;
+        ``wrong`` keeps the wrong rows.
+        """
         given: dict[str, object] = {"gold": gold, "gold_sample": gold_sample, "tolerance": tolerance, "score": score}
         given |= {"by": by, "groups": groups, "require": require}
         return self._scored(given, open_sealed=open_sealed, wrong=wrong)[1]

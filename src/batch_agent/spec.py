@@ -743,7 +743,7 @@ class BatchSpec(BaseModel):
         return self
 
     def given(self, name: str) -> bool:
-        """Return whether the user gave the option. For options whose default differs from None."""
+        """Return whether the user gave the option. Used for options whose default differs from None."""
         return name in self.model_fields_set
 
     @property

@@ -63,7 +63,7 @@ class EngineBlocks(Protocol):
 
 
 class EnginePool(EngineBlocks, Protocol):
-    """... and that the connector uses."""
+    """The part of vLLM's block pool that the connector uses."""
 
     def get_cached_block(self, block_hash: bytes, kv_cache_group_ids: list[int]) -> Sequence[EngineBlock] | None: ...
 
@@ -95,7 +95,7 @@ class Order:
 
 
 def read_order(params: Mapping[str, object] | None) -> Order | None:
-    """The order in a request's ``kv_transfer_params``; None where there is none, or a malformed one."""
+    """Return the order in a request's ``kv_transfer_params``; None if there is none, or if it is malformed."""
     order = params.get(ORDER) if isinstance(params, Mapping) else None
     if not isinstance(order, Mapping):
         return None
@@ -142,8 +142,9 @@ class Pins:
         return len(self._held)
 
     def pin(self, key: str, block_ids: Iterable[int], seconds: float) -> int:
-        """Pin the blocks under the key, instead of what it held. Returns how many were pinned: blocks without a hash
-        cannot be hit again, and what is beyond the share is left out, the end of the context first."""
+        """Pin the blocks under the key, in place of what the key held. Returns how many were pinned. Blocks without a
+        hash are left out, because they cannot be hit again; so are blocks beyond the share, from the end of the
+        context."""
         self.expire()
         taken: list[EngineBlock] = []
         room = self._most_blocks - len(self._held)
@@ -164,7 +165,7 @@ class Pins:
         return len(taken)
 
     def hold(self, key: str) -> None:
-        """The next request under the key has arrived: keep its blocks until that request finishes."""
+        """Keep the blocks of the key until the next request under it, which has arrived, has finished."""
         if key in self._pins:
             self._pins[key].until = self._clock() + self._longest
 
@@ -184,8 +185,8 @@ class Pins:
             self.release(key)
 
     def make_room(self, needed: int, *, whole: bool = False) -> None:
-        """Release pins until this many blocks are free, those that end last first. With ``whole``, release none where
-        all together would not do: the blocks are held by running requests."""
+        """Release pins until this many blocks are free; those that end last are released first. ``whole``: if releasing
+        all of them would not be enough, release none: the blocks are held by running requests."""
         self.expire()
         free = self._pool.get_num_free_blocks()
         if not self._pins or free >= needed:
@@ -238,7 +239,7 @@ class _Pinning:
         self._pins.hold(order.pin)
 
     def get_num_new_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int, bool]:
-        """Nothing is loaded. A waiting request is about to get its blocks: pins make room for it."""
+        """Return that nothing is loaded. The request is about to get its blocks, so pins make room for it."""
         if self._pins is not None and self._pool is not None and self._pins.blocks:
             self._asked = True
             whole = -(-request.num_tokens // self._block_size)
@@ -248,7 +249,8 @@ class _Pinning:
         return 0, False
 
     def _held_hits(self, request: EngineRequest, hits: int) -> int:
-        """Cached blocks of the request that are in use or pinned, and so are not taken from the free ones."""
+        """Return how many cached blocks of the request are in use or pinned, and so are not taken from the free
+        ones."""
         held = 0
         for block_hash in request.block_hashes[:hits]:
             found = None if self._pool is None else self._pool.get_cached_block(block_hash, [0])
@@ -261,8 +263,9 @@ class _Pinning:
         return
 
     def build_connector_meta(self, scheduler_output: EngineStep) -> object:
-        """Called in each step. Running requests find as many blocks as if the next step were like this one. A step in
-        which a request asked for blocks and nothing could be scheduled releases all pins."""
+        """Called in each step. Pins are released so that running requests find enough free blocks, as if the next step
+        were like this one. If a request asked for blocks and nothing could be scheduled in this step, all pins are
+        released."""
         if self._pins is not None:
             scheduled = scheduler_output.num_scheduled_tokens
             if self._asked and not scheduled:

@@ -15,7 +15,7 @@ charged once for all workers: a little ahead of the time, so that a kill of all 
 - The rest of the budget (``ROWS``) is divided like slots: each worker holds what its rows will still cost, so that only
 as many start as the budget can finish. It is free when a worker has died: its rows start again.
 
-The table is one value of plain JSON. Redis or an actor stores it; ``Table`` has no clock and no I/O.
+The table is one value of plain JSON, which the store of the run holds; ``Table`` has no clock and no I/O.
 """
 
 from __future__ import annotations
