@@ -41,7 +41,7 @@ class CalibrationFile:
         return {endpoint: entry[0] for endpoint, entry in entries.items() if entry is not None and entry[1] > since}
 
     def put(self, found: Mapping[str, int], model: str) -> None:
-        """By endpoint."""
+        """Store the limits in ``found``, by endpoint."""
         now = time.time()
         known = self._read() | {_key(endpoint, model): (knee, now) for endpoint, knee in found.items()}
         latest = dict(sorted(known.items(), key=lambda item: -item[1][1])[:MOST_ENTRIES])

@@ -44,7 +44,8 @@ class Claims(Protocol):
 
 
 class ControlCall(Question):
-    """A question that any server with the model can answer. An answer that was cut is an answer."""
+    """A question that any server with the model can answer. An answer that was cut by its token limit counts as an
+    answer."""
 
     def __init__(self, backend: Backend, failed: ModelRequest) -> None:
         shape = replace(
@@ -83,7 +84,7 @@ class ControlObserver(Observer):
 
 class ControlRequests:
     """The control requests of one dispatcher. ``ask`` sends one in the slot of its ticket. ``give_up`` is called with
-    an endpoint whose control request gave no evidence: it could not be sent, or the server refused it."""
+    an endpoint whose control request gave no evidence, because it could not be sent or the server refused it."""
 
     def __init__(self, backend: Probed | None, ask: Ask, give_up: Callable[[Endpoint], None], *, enabled: bool) -> None:
         self._backend = backend if enabled and isinstance(backend, Backend) else None
@@ -95,7 +96,7 @@ class ControlRequests:
         self._tickets: dict[Endpoint, Ticket] = {}  # of their latest requests
 
     def like(self, endpoint: Endpoint, request: ModelRequest | None) -> None:
-        """Make the next control request to the endpoint like this one, which failed or is the first."""
+        """Make the next control request to the endpoint from this request, which failed or is the first one."""
         if request is None or (request.client is not None and request.client.wire in WITHOUT_MESSAGES):
             return
         before = self._like.get(endpoint)
@@ -105,11 +106,12 @@ class ControlRequests:
         self.unlike = False
 
     def is_like(self, endpoint: Endpoint) -> bool:
-        """Return whether a request is known that a control request to the endpoint could be like."""
+        """Return whether a request is known from which a control request to the endpoint can be made."""
         return self._like_at(endpoint) is not None
 
     def _like_at(self, endpoint: Endpoint) -> ModelRequest | None:
-        """Return a request to the endpoint; if there was none, one to another endpoint with the same models."""
+        """Return a request that was sent to the endpoint; if there is none, one that was sent to another endpoint with
+        the same models; else None."""
         same = (like for other, like in self._like.items() if other.server.models == endpoint.server.models)
         return self._like.get(endpoint) or next(same, None)
 
@@ -122,8 +124,8 @@ class ControlRequests:
         return endpoint.server.takes_controls and (endpoint in self._tasks or not endpoint.server.controlled)
 
     def start(self, endpoint: Endpoint, claims: Claims) -> asyncio.Task[bool | None] | None:
-        """Return the control request of this endpoint, started unless there is one; None if none can be sent. Its
-        result: whether it was answered; None if it gave no evidence."""
+        """Return the running control request of this endpoint, or start one; None if none can be sent. Its result is
+        whether it was answered; None if it gave no evidence."""
         task, backend, like = self._tasks.get(endpoint), self._backend, self._like_at(endpoint)
         if task is None and backend is not None and like is not None and self.can_ask(endpoint):
             endpoint.server.controlled = True

@@ -106,8 +106,8 @@ class Decisions:
         return "retry"
 
     async def _examine(self, attempt: Attempt, endpoint: Endpoint, *, asks: bool) -> Found:
-        """Find out whether the endpoint is up: by a probe, then, with ``asks``, by a control request, whose answer
-        decides about the row. Records that the row has crashed the endpoint, if so."""
+        """Find out whether the endpoint is up: by a probe and then, with ``asks``, by a control request, whose answer
+        decides about the row. If the row has crashed the endpoint, that is recorded."""
         row = attempt.row
         alone = attempt.trial or row.suspect or self._few_rows()
         can_crash = attempt.outcome == "broken" and alone and not attempt.left_in_flight
@@ -133,7 +133,7 @@ class Decisions:
         return "down"
 
     async def _decided(self, slot: Slot) -> bool:
-        """Wait for evidence. Returns True if no other row can provide it."""
+        """Wait for evidence. Returns True if no other row can give any."""
         decided: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self.waiting[slot] = decided, slot.ticket.row.undecided
         try:

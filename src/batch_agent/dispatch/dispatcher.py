@@ -84,7 +84,7 @@ class ModelCall:
         return None
 
     def shortened(self, cut: Truncated) -> Reply | None:
-        """Return an answer that was cut at its token limit, if it is usable."""
+        """Return the answer if it was cut at its token limit and is usable; else None."""
         if self.request.client is None:
             return None
         # A gateway client sets its own token limit, and reads in the answer that the limit was reached.
@@ -95,7 +95,7 @@ class ModelCall:
     def lost(self) -> None: ...
 
     def again(self) -> ModelCall:
-        """Return the same question for another endpoint. Only the first request may start tools early."""
+        """Return the same question for another endpoint. Only tools of the first request may start early."""
         return ModelCall(self.backend, replace(self.request, said=[]))
 
 
@@ -107,7 +107,7 @@ class _Together(Question):
         self.answers: Replies = ()
 
     async def send(self, endpoint: str) -> Reply:
-        """Return their total usage. Raises one of their errors if all failed."""
+        """Return the total usage of all questions. Raises one of their errors if all failed."""
         self.answers = ()
         self.answers = answers = await self._questions.send(endpoint)
         replies = [answer for answer in answers if isinstance(answer, Reply)]
@@ -252,7 +252,8 @@ class Dispatcher:
     def _settle(
         self, spending: Spending, call: Call | None, request: ModelRequest | None, reply: Reply
     ) -> float | None:
-        """Return the cost of an answer. Its standby may be that of the second request beside this one."""
+        """Return the cost of an answer. If a second request of this question was sent to a standby, the answer may be
+        the standby's."""
         known = self.scheduler.standbys if reply.answered_by else ()
         by = next((each.standby for each in known if each.standby and each.standby.model == reply.answered_by), None)
         return spending.settle(call, request, reply.usage, reply.saved is not None, by)
@@ -319,7 +320,8 @@ class Dispatcher:
         return reply
 
     async def _hold(self, ticket: Ticket, policy: Policy) -> Slot:
-        """Wait for the slot, but not for the end of an outage, or not for long. Raises if every endpoint is down."""
+        """Wait for the slot. The end of an outage is waited for only for a short time, or not at all. Raises if every
+        endpoint is down."""
         timer: asyncio.TimerHandle | None = None
         if self._is_patient(policy):
             assert policy.wait_until is not None
@@ -337,7 +339,8 @@ class Dispatcher:
                 timer.cancel()
 
     async def reserve(self, slot: Slot, request: ModelRequest | None) -> Call | None:
-        """Wait until rate limits and budget have room for the request. If they never will, the slot is released."""
+        """Wait until rate limits and budget have room for the request, and return its reservation; None if nothing is
+        limited. If they never will have room, the slot is released and the error raised."""
         spending = self.spending
         if spending is None or request is None:
             return None
@@ -469,15 +472,15 @@ class Dispatcher:
         self.endpoints.interrupt(self.slots.refusal)
 
     def refuse_now(self, why: str) -> None:
-        """Like ``refuse``, and also end agents that wait for their tools."""
+        """Grant no more slots, like ``refuse``, and end agents that wait for their tools."""
         self.refuse(why)
         for ended in tuple(self._tools_waited_for):
             if not ended.done():
                 ended.set_exception(Interrupted(self.slots.refusal))
 
     def cut_off(self, told: Callable[[str], None]) -> None:
-        """Cancel the requests that are still in flight after a short grace: the run's time is over. ``told`` gets what
-        they were."""
+        """Cancel the requests that are still in flight after a short grace period, because the time of the run is over.
+        ``told`` is called with the rows of these requests."""
         slowest = max(endpoint.health.slowest for endpoint in self.scheduler.endpoints)
         grace = min(LONGEST_GRACE, max(SHORTEST_GRACE, GRACE_FACTOR * slowest))
         self._cutting = self._cutting or self.slots.loop.call_later(grace, self._cut, grace, told)
@@ -504,7 +507,7 @@ class Dispatcher:
             self.slots.pump()
 
     def set_at_tools(self, agents: int) -> None:
-        """Number of agents blocked on saturated tools."""
+        """Set the number of agents that are blocked on saturated tools."""
         self.scheduler.at_tools = agents
         self.slots.pump()
 
@@ -518,7 +521,7 @@ class Dispatcher:
         self.slots.pump()
 
     def add(self, name: str, server: ServerState) -> Endpoint:
-        """Add a server from now on."""
+        """Use a server from now on. Returns its endpoint."""
         endpoint = self._endpoint(name, server)
         self.endpoints.attach(endpoint)
         self.scheduler.add(endpoint)

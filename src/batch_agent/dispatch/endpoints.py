@@ -51,8 +51,8 @@ class Alarms:
         return endpoint in self._set
 
     def set(self, endpoint: Endpoint, due: float) -> None:
-        """Set the alarm, unless an earlier one is already set, or the run is over: requests that are cancelled at its
-        end give their slots back."""
+        """Set the alarm of an endpoint. Does nothing if an earlier one is set, or if the run is over, when cancelled
+        requests give their slots back."""
         if due < self._set.get(endpoint, inf) and not self._closed:
             self._set[endpoint] = due
             self._numbers += 1
@@ -95,8 +95,9 @@ OnOver = Callable[["Ended", str], None]
 
 
 class EndpointMonitor:
-    """Calls ``on_over`` with outcome and reason when no endpoint is left. ``max_outage=None`` waits without limit for
-    an endpoint that has answered before. With ``inf``, for a service, no endpoint is ever given up."""
+    """Watches the endpoints of a dispatcher. ``on_over`` is called with outcome and reason when no endpoint is left.
+    ``max_outage=None``: an endpoint that has answered before is waited for without limit. ``inf``, for a service: no
+    endpoint is ever given up."""
 
     _slots: Slots  # set by ``start``
 
@@ -136,7 +137,7 @@ class EndpointMonitor:
 
     @property
     def is_endless(self) -> bool:
-        """Return whether it is that of a service: no endpoint is ever given up."""
+        """Whether the dispatcher is that of a service, so that no endpoint is ever given up."""
         return self._patience[1] == inf
 
     def start(self, slots: Slots) -> None:
@@ -172,7 +173,7 @@ class EndpointMonitor:
             self.arm(endpoint)
 
     def released(self, slot: Slot) -> None:
-        """Called when a slot was given back that was a trial or has a part of the rate limits."""
+        """Called when a slot was given back that was a trial, or that holds a part of the rate limits."""
         if slot.reservation is not None:
             self.rate_limits.settle(slot)
         if slot.trial:
@@ -349,7 +350,8 @@ class EndpointMonitor:
         self.decisions.wake()
 
     def _why_not_instead(self, endpoint: Endpoint) -> str:
-        """Return why the standby did not answer; for a standby, why the other servers did not. "" without standbys."""
+        """Return the reason why the standby did not answer instead; for a standby, why the other servers did not. "" if
+        there are no standbys."""
         standbys = self._scheduler.standbys
         others = standbys if endpoint.standby is None else [each for each in self._all if each.standby is None][:1]
         what = "the standby" if endpoint.standby is None else "and"
@@ -420,7 +422,7 @@ class EndpointMonitor:
         self._slots.pump()
 
     def _changed_by_others(self, endpoint: Endpoint) -> None:
-        """Called when another dispatcher released a slot of the server, or found it down or up again."""
+        """Called when another dispatcher has released a slot of the server, or has found it down or up again."""
         if endpoint.health.state not in ("suspect", self._seen.get(endpoint, "healthy")):
             was_down = self._seen.get(endpoint) == "down"
             self._report(endpoint, self._slots.loop.time())
@@ -473,7 +475,8 @@ class EndpointMonitor:
             flights.send_lost(endpoint, self._room_for_lost(endpoint), now)
 
     def _room_for_lost(self, endpoint: Endpoint) -> float:
-        """Return the number of idle slots for requests of this endpoint: elsewhere, or here if there is none."""
+        """Return the number of idle slots for sending requests of this endpoint again: at other endpoints, or here if
+        there is no other."""
         if not self._router.others_work(endpoint):
             spare = endpoint.spare
         else:

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 class Feed:
-    """One per run; several runs may share a dispatcher. ``on_close`` is called when no new agent may start."""
+    """The start of the agents of one run. Several runs may share a dispatcher. ``on_close`` is called when no new agent
+    may start."""
 
     def __init__(self, slots: Slots, on_close: Callable[[], None]) -> None:
         self._slots = slots
@@ -38,7 +39,8 @@ class Feed:
         return False
 
     async def wait_gate(self, may_start: Callable[[], bool], is_over: Callable[[], object]) -> bool:
-        """Wait until ``may_start``, which the end of another row may change. Returns False if no agent will start."""
+        """Wait until ``may_start`` returns True, which the end of another row may change. Returns False if no agent
+        will start."""
         while not self._is_shut() and not is_over():
             if may_start():
                 return True
@@ -56,7 +58,8 @@ class Feed:
         return self.closed
 
     def take_from(self, channel: RowChannel[object]) -> None:
-        """Take rows from a channel. Rows not there yet are not counted: they come from rows that are counted."""
+        """Take rows from a channel. Rows that are not in the channel yet do not count as rows to come: they are made
+        from rows that are counted already."""
         self.channel, self.rows = channel, 0
 
     @property

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 async def hedged(dispatcher: Dispatcher, question: Question, slot: Slot, policy: Policy) -> Reply:
-    """Return the first answer. Raises the error of the first request if neither was answered."""
+    """Return the first answer. Raises the error of the first request if neither request was answered."""
     loop = asyncio.get_running_loop()
     first = loop.create_task(dispatcher.attempt(question, slot, policy))
     racers = [first]
@@ -85,7 +85,8 @@ async def _ask_in(dispatcher: Dispatcher, slot: Slot, again: Question, policy: P
 
 
 class SecondRequests:
-    """Requests beside first ones that may be lost. A first request that is only slow loses nothing."""
+    """Second requests beside first ones that may be lost. The first request continues, so that nothing is lost if it is
+    only slow."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
@@ -119,7 +120,7 @@ class SecondRequests:
         dispatcher.endpoints.flights.recall(first, asyncio.get_running_loop().time())
 
     def answer(self, slot: Slot) -> Reply | None:
-        """Return the answer of the second request, if it ended the first one."""
+        """Return the answer of the second request if it arrived before that of the first; else None."""
         return self._answers.get(slot)
 
     async def end(self, slot: Slot) -> None:

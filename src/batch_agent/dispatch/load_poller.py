@@ -29,7 +29,7 @@ logger = logging.getLogger("batch_agent")
 class LoadWatch(Protocol):
     @property
     def in_gaps(self) -> bool:
-        """Whether engines are read also while nothing is in flight."""
+        """Whether engines are also read while nothing is in flight."""
         ...
 
     async def read(self, endpoint: Endpoint, load: Load) -> None:

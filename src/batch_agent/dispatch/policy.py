@@ -15,7 +15,8 @@ Replies: TypeAlias = Sequence[Reply | JobError]
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """``timeout``: seconds for one attempt. ``hedge``: seconds after which a second endpoint is asked too."""
+    """How one request is sent. ``timeout``: seconds for one attempt. ``hedge``: seconds after which the request is also
+    sent to a second endpoint."""
 
     max_retries: int = 3
     _: KW_ONLY
@@ -75,8 +76,8 @@ class Questions(Protocol):
     """Several things to ask in one request."""
 
     async def send(self, endpoint: str) -> Replies:
-        """Return the answers in order, with an error in place of each that failed. Raises BackendError if the whole
-        request failed."""
+        """Return the answers in order, with an error in place of each answer that failed. Raises BackendError if the
+        whole request failed."""
         ...
 
 

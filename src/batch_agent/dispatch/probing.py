@@ -25,8 +25,8 @@ class Probed(Protocol):
 
 
 async def probe(backend: Probed, endpoint: str) -> Probe:
-    """Return the endpoint's state; never raises. No answer in time means down, unless the event loop stalled: then the
-    probe is repeated."""
+    """Return the state of the endpoint; never raises. Without an answer in time it is down. If the event loop was
+    blocked meanwhile, the probe is repeated."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     found = await _probe(backend, endpoint)
@@ -60,7 +60,7 @@ class Probes:
         return self._backend is not None
 
     def start(self, endpoint: Endpoint) -> asyncio.Task[Probe] | None:
-        """Return the probe of this endpoint, started unless one is running; None if it cannot be probed."""
+        """Return the running probe of this endpoint, or start one; None if the endpoint cannot be probed."""
         if endpoint not in self._tasks and self._backend is not None:
             self._tasks[endpoint] = asyncio.get_running_loop().create_task(self._probe(self._backend, endpoint))
         return self._tasks.get(endpoint)

@@ -37,8 +37,8 @@ CLIENT_TOOLS = (None, "function", "custom", "namespace")  # all others run at th
 
 @value_type
 class RequestSize:
-    """What a request sends. ``attached`` is the usual number of tokens of its pictures and files; ``max_tokens`` limits
-    each of its ``choices``; None: nothing does."""
+    """What a request sends. ``attached`` is the usual number of tokens of its pictures and files. ``max_tokens`` limits
+    each of its ``choices``; None: no limit."""
 
     prompt_bytes: int = 0
     attached: int = 0
@@ -125,7 +125,8 @@ class PromptSizes:
         return known
 
     def _max_tokens(self, shape: RequestShape, fields: Mapping[str, JsonValue]) -> int | None:
-        """Return the limit of an answer beside those in ``fields``: a backend's own applies if no other does."""
+        """Return the limit of an answer that applies beside those in ``fields``. A limit that the backend sets itself
+        applies only if there is no other."""
         return self._limits.get(shape, shape.max_tokens) if fields.keys().isdisjoint(LIMITS) else shape.max_tokens
 
 

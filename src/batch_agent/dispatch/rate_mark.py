@@ -19,7 +19,8 @@ AHEAD = 1.0  # seconds of future requests that one update covers
 
 
 class RateMark:
-    """Created when a session begins: an existing file is from earlier sessions. One for all backends of a run."""
+    """The file of a run. It is created when a session begins; a file that exists then is from earlier sessions. There
+    is one for all backends of a run."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / FILE

@@ -86,8 +86,8 @@ class Deadline:
 
 
 class Deadlines:
-    """Few deadlines are ever reached. So the open ones are kept as they come, and only those that may expire within
-    ``NEAR`` seconds are put in order, when the timer fires."""
+    """The deadlines of all requests. Few of them are ever reached, so open ones are kept in any order, and only those
+    that may expire within ``NEAR`` seconds are sorted, when the timer fires."""
 
     def __init__(self) -> None:
         self._live: dict[Deadline, None] = {}  # those that have a limit, between enter and exit
@@ -183,8 +183,8 @@ Flight = tuple[Deadline, Question, Policy, Observer]
 
 
 class Flights:
-    """Calls ``look_again`` when the end of a batch has to be checked again. ``send_beside`` sends a request again that
-    may be lost, beside the first; it returns False if that is not possible."""
+    """The requests in flight. ``look_again`` is called when the end of a batch must be checked again. ``send_beside``
+    sends a request that may be lost a second time, beside the first; it returns False if that is not possible."""
 
     send_beside: Callable[[Slot, Question, Policy, Observer], bool]
 
@@ -245,8 +245,8 @@ class Flights:
         return tuple(self._at.get(endpoint, ()))
 
     def is_beside_suspect(self, slot: Slot) -> bool:
-        """Return whether this is a suspect's request and that of another suspect is in flight there, whose failure may
-        follow."""
+        """Return whether this is the request of a suspect, and the request of another suspect is in flight at the same
+        endpoint and may fail next."""
         row = slot.ticket.row
         others = (other.ticket for other in self._at.get(slot.endpoint, ()))
         return row.suspect and any(other.suspect and other.row is not row for other in others)
@@ -256,13 +256,13 @@ class Flights:
         return slot in self._at.get(slot.endpoint, ())
 
     def patient(self, endpoint: Endpoint) -> Slot | None:
-        """Return the trial that may continue beside later ones."""
+        """Return the trial that may continue beside later ones; None if there is none."""
         return self._patient.get(endpoint)
 
     # Recalls
 
     def recall(self, slot: Slot, at: float) -> None:
-        """Recall the request at that time, if it is not answered before."""
+        """Recall the request at that time, unless it is answered before."""
         deadline = self._at[slot.endpoint][slot][0]
         if not deadline.expired:
             slot.recalled = True
@@ -285,8 +285,8 @@ class Flights:
         self._at[slot.endpoint][slot][0].reschedule(inf)
 
     def withdraw(self, now: float, only: Collection[Question] | None = None) -> list[tuple[str, float]]:
-        """Recall all requests, or those of some questions, for good: the caller gets ``Interrupted``. Returns the
-        row of each, as far as it is known, and when it was sent."""
+        """Recall all requests, or those of the questions in ``only``, for good: their callers get ``Interrupted``.
+        Returns the row of each request, if it is known, and when the request was sent."""
         left: list[tuple[str, float]] = []
         chosen = None if only is None else set(map(id, only))
         for flights in self._at.values():
@@ -309,12 +309,13 @@ class Flights:
                 self.recall_all(endpoint, now)
 
     def second(self, endpoint: Endpoint) -> Slot | None:
-        """Return a request in flight there that was sent beside another one, and may be recalled."""
+        """Return a request in flight there that was sent beside another one, and so may be recalled; None if there is
+        none."""
         return next((slot for slot in self.at(endpoint) if slot.ticket.second and not slot.recalled), None)
 
     def make_room(self, endpoint: Endpoint, now: float, slots: int) -> None:
-        """Recall a request that was sent beside another one, or else the oldest, and as many more as it takes to free
-        ``slots``."""
+        """Recall a request that was sent beside another one, else the oldest one; and as many more as are needed to
+        free ``slots`` slots."""
         if (second := self.second(endpoint)) is not None:
             self.recall(second, now)
             slots -= 1
@@ -323,7 +324,8 @@ class Flights:
             self.recall_oldest(endpoint, now, once=True)
 
     def recall_oldest(self, endpoint: Endpoint, now: float, *, once: bool = False) -> None:
-        """Recall one request from before the outage, so that a trial gets its slot. ``once``: no turn twice."""
+        """Recall one request from before the outage, so that a trial gets its slot. ``once``: no turn is recalled
+        twice."""
         began = endpoint.health.down_since if endpoint.health.is_down else now
         waiting = [slot for slot in self.at(endpoint) if slot.sent_at < began and not slot.recalled]
         waiting = [slot for slot in waiting if not (slot.ticket.control or (once and slot.ticket.lost))]
@@ -348,10 +350,13 @@ class Flights:
         )
 
     def send_lost(self, endpoint: Endpoint, room: float, now: float) -> None:
-        """Send requests again that may be lost, each once, as far as there is ``room`` for them. They need no room if
-        the endpoint has answered nothing for as long, or has answered requests that were sent later: then they do not
-        wait in its queue. The first request continues if a second one gets a slot: there is room, or few of those in
-        flight are as old. Otherwise it is recalled when it is far older than the slowest answer."""
+        """Send requests that may be lost a second time, each once, while there is ``room`` for them.
+
+        They need no room if the endpoint has answered nothing for as long, or has answered requests that were sent
+        later: then they do not wait in its queue. The first request continues if a second one gets a slot: there is
+        room, or few of the requests in flight are as old. Otherwise it is recalled when it is far older than the
+        slowest answer.
+        """
         patience, server = self._lost_after(endpoint), endpoint.server
         if endpoint.health.is_down:
             for slot in self.at(endpoint):
@@ -384,8 +389,8 @@ class Flights:
         return max(slot.sent_at, self.heard_at(slot))
 
     def _lost_after(self, endpoint: Endpoint) -> float:
-        """Return the seconds after which a request may be lost. If no row was answered, it is not known how long a row
-        takes: then this holds for one request, whose second attempt shows it."""
+        """Return the age in seconds from which a request may be lost. If no row was answered yet, it is unknown how
+        long a row takes: then only one request counts as lost, and its second attempt shows it."""
         health, usual = endpoint.health, endpoint.server.usual or self._router.slowest
         others_work = self._router.others_work(endpoint)
         if health.patient:
@@ -449,8 +454,8 @@ class Flights:
         self._look_again()
 
     def _seconds_left(self, endpoint: Endpoint, slot: Slot, place: int, fast: float, now: float) -> float:
-        """Return the seconds that the request is still expected to take where it is, from the usual time and from its
-        place in the server's queue. Each is corrected for the cost of moving: a request being computed has made more
+        """Return the expected seconds until the request ends where it is, from the usual time and from its place in the
+        server's queue. Both are corrected for the cost of moving: a request that is being computed has made more
         progress than a queued one."""
         waited, server = now - slot.sent_at, endpoint.server
         if server.seconds:
@@ -469,7 +474,8 @@ def _may_be_lost(slot: Slot) -> bool:
 
 
 def _cost_of_moving(slot: Slot) -> float:
-    """Return a factor: the context of an agent that has taken turns is computed again at another endpoint."""
+    """Return a factor for the cost of moving a request: the context of an agent that has taken turns must be computed
+    again at another endpoint."""
     return CONTEXT if slot.ticket.progress.turns else 1.0
 
 
@@ -489,7 +495,7 @@ class Watcher(Protocol):
 
     @property
     def undecided(self) -> Collection[Slot]:
-        """Return the failed requests whose rows wait for evidence."""
+        """Return the slots of failed requests whose rows wait for evidence."""
         ...
 
     def sent(self, slot: Slot) -> None:
@@ -530,7 +536,7 @@ class Slots:
 
     @lazy_property
     def clock(self) -> Callable[[], float]:
-        """The time of the event loop."""
+        """The function that returns the time of the event loop."""
         return clock_of(self.loop)
 
     # Slots
@@ -585,7 +591,7 @@ class Slots:
         self.pump()
 
     def withdraw(self, ticket: Ticket) -> None:
-        """Withdraw the claim, or give back the slot that it has got meanwhile. A second call is harmless."""
+        """Withdraw the claim. If it has got a slot meanwhile, give the slot back. A second call has no effect."""
         if ticket.slot is not None:
             self.release(ticket.slot)
         else:
@@ -652,7 +658,7 @@ class Slots:
 
     @property
     def waits(self) -> bool:
-        """Return whether a row waits for evidence about its failures."""
+        """Return whether any row waits for evidence about its failures."""
         return bool(self._watcher.undecided)
 
     @property
@@ -662,7 +668,7 @@ class Slots:
 
     @property
     def has_untested(self) -> bool:
-        """Return whether a row waits, or can start, that has not failed yet."""
+        """Return whether there is a row that has not failed yet, and that waits or can start."""
         scheduler = self.scheduler
         if scheduler.has_untested:
             return True

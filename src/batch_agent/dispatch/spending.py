@@ -70,9 +70,10 @@ class Call:
 
 
 class Spending(Account):
-    """``on_short`` is called with whether a request waits for others to settle. ``on_exhausted`` is called once with
-    the limit that ended the run. ``on_time_up`` is called if that is a time limit: every later request is refused, and
-    agents that wait for something else should end with ``refusal()``."""
+    """What calls cost, and whether the next one may be sent. ``on_short`` is called with whether a request waits for
+    others to settle. ``on_exhausted`` is called once with the limit that ended the run. ``on_time_up`` is called if
+    that is a time limit: every later request is refused, and agents that wait for something else should end with
+    ``refusal()``."""
 
     def __init__(
         self,
@@ -137,8 +138,8 @@ class Spending(Account):
         return self._tokens, None if self._prices is None and not self._cost else self._cost
 
     def counted(self, statistics: Statistics, *, whole: bool) -> Statistics:
-        """Return the statistics of the ``whole`` run with the cost of running time, and with what earlier sessions have
-        spent; those of a stage as they are."""
+        """Return the statistics of the ``whole`` run, with the cost of running time and what earlier sessions have
+        spent. Statistics of a stage are returned unchanged."""
         if not whole:
             return statistics
         if self._per_second:
@@ -161,7 +162,7 @@ class Spending(Account):
         shared: bool = False,
     ) -> None:
         """Start the clock. ``spent``: cost of earlier sessions of the run; ``learnt``: their call statistics.
-        ``commit`` requests a commit of the journal of a recorded run, and with it a new advance; ``shared``: a share of
+        ``commit`` requests a commit of the journal of a recorded run, which renews the advance. ``shared``: a share of
         the budget of all workers."""
         loop = asyncio.get_running_loop()
         if learnt is not None:
@@ -222,7 +223,8 @@ class Spending(Account):
         return self._time_alone, self._max_cost
 
     def grant_time(self, sent: float, paid: float, left: float) -> None:
-        """Running time is recorded as spent for ``paid`` $ from the loop time ``sent`` on, and ``left`` $ remain."""
+        """Set how long the run may continue: running time is recorded as spent for ``paid`` $ from the loop time
+        ``sent`` on, and ``left`` $ remain."""
         if self._timed:
             self._paid_until = sent + paid / self._per_second
             self._stop_in(left + paid - (asyncio.get_running_loop().time() - sent) * self._per_second)
@@ -237,15 +239,15 @@ class Spending(Account):
     # As the journal sees it
 
     def next_advance(self) -> tuple[int, float] | None:
-        """Return the advance for the commit that begins now, in tokens and $ of this session; None: none is needed. A
-        worker of a shared run gets its advance from the table of shares, not by a commit."""
+        """Return the advance for the commit that begins now, in tokens and $ of this session; None if no advance is
+        needed. A worker of a shared run gets its advance from the table of shares, not by a commit."""
         if self._ledger.advance is None or self._is_shared:
             return self._time_advance(0)
         own = self._ask_advance() - self._before
         return self._time_advance(own.tokens) or (own.tokens, own.cost)
 
     def _ask_advance(self) -> Amount:
-        """Return the advance to ask for. Until it is granted, the smaller one of it and the present one holds."""
+        """Return the advance to ask for. Until it is granted, the smaller of it and the present advance holds."""
         ledger = self._ledger
         assert ledger.advance is not None
         asked = self._next_advance = self._advance_for(self._awaited())
@@ -259,7 +261,8 @@ class Spending(Account):
         return self._ledger.next_advance(waiting, more)
 
     def _time_advance(self, tokens: int) -> tuple[int, float] | None:
-        """Return an advance with the running time of this session so far, and a little more; None: it is unlimited."""
+        """Return an advance with the running time of this session so far, and a little more; None if running time has
+        no limit."""
         if not self._timed or self._started is None or self._is_shared:
             return None
         self._next_paid = asyncio.get_running_loop().time() + PAID_AHEAD
@@ -267,10 +270,13 @@ class Spending(Account):
         return tokens, max(used, min(used + PAID_AHEAD * self._per_second, most))
 
     def claim(self) -> tuple[Amount, Amount, Amount, Amount, bool]:
-        """What this worker of a shared run has spent, what it keeps of its advance, the advance that it asks for, the
-        least growth that is of use, and whether that is of use only while no other worker holds any. Nothing is kept
-        ahead while a call waits: two workers that each hold half of what they need would wait for each other. Nor does
-        a worker with nothing in flight keep any: others wait for what it may still spend."""
+        """Return five values for the table of shares: what this worker has spent; the part of its advance that it
+        keeps; the advance that it asks for; the least useful growth; and whether that is useful only while no other
+        worker holds any.
+
+        Nothing is kept ahead while a call waits: two workers that each hold half of what they need would wait for each
+        other. A worker with nothing in flight keeps nothing either: others wait for what it may still spend.
+        """
         ledger, want = self._ledger, self._ask_advance()
         assert ledger.advance is not None
         used, first = ledger.spent + ledger.reserved, self._awaited(most=1)
@@ -287,16 +293,17 @@ class Spending(Account):
 
     @property
     def has_advance(self) -> bool:
-        """Whether the run has a limit that its advances hold."""
+        """Whether the run has a limit that its advances must keep."""
         return self._ledger.advance is not None
 
     @property
     def limits(self) -> tuple[int | None, float | None]:
-        """The most that all workers may spend, in tokens and $."""
+        """The most that all workers together may spend, in tokens and $."""
         return self._ledger.max_tokens, self._ledger.max_cost
 
     def granted(self, advance: Amount, others: Amount, others_open: Amount) -> None:
-        """The advance that this worker of a shared run holds from now on, beside what the others spent and hold."""
+        """Set the advance that this worker of a shared run holds from now on, and what the others have spent and
+        hold."""
         self._ledger.advance, self._ledger.others, self._ledger.others_open = advance, others, others_open
         self._serve()
 
@@ -319,8 +326,8 @@ class Spending(Account):
         self._serve()
 
     def _awaited(self, most: int | None = None, *, beside_others: bool = True) -> Amount:
-        """Return the sum of the waiting calls, of at most ``most``, as far as they fit the limits beside what other
-        workers hold."""
+        """Return the sum of the first ``most`` waiting calls, as far as they fit the limits beside what other workers
+        hold."""
         total, ledger = NOTHING, self._ledger
         others = ledger.others_open if beside_others else NOTHING
         for call, turn in islice(self._waiters, most):
@@ -372,8 +379,8 @@ class Spending(Account):
         cached: bool = False,
         standby: Standby | None = None,
     ) -> float | None:
-        """Settle an answered request, with its reservation; None: nothing is limited, and it is only counted.
-        ``standby``: that answered it. Returns its cost in $, if known."""
+        """Settle an answered request with its reservation; if that is None, nothing is limited, and the request is only
+        counted. ``standby``: the standby that answered it. Returns its cost in $; None if it is unknown."""
         if call is not None:
             if call.request.standby is not standby:  # its second request was answered
                 call.request.standby = standby
@@ -416,8 +423,9 @@ class Spending(Account):
             self._estimator.learn_attached(new.prompt_bytes, new.tokens, new.attached)
 
     def fail(self, call: Call | None, request: ModelRequest | None, error: BackendError | None = None) -> float | None:
-        """Settle a failed or cancelled call. A call that was refused, never arrived, or that another request paid for
-        costs nothing. In all other cases the cost is mostly unknown, and the reservation counts as spent."""
+        """Settle a failed or cancelled call. It costs nothing if it was refused, never arrived, or was paid by another
+        request. In all other cases its cost is mostly unknown, and the reservation counts as spent. Returns the cost in
+        $; None if it is unknown."""
         if error is not None and error.usage is not None:
             return self.settle(call, request, error.usage, standby=None if request is None else request.standby)
         if call is None:
@@ -442,12 +450,12 @@ class Spending(Account):
     # Rows
 
     def _part(self, amount: Amount) -> float:
-        """Return which part of the budget an amount is."""
+        """Return an amount as a part of the budget."""
         tokens, cost = self.limits
         return max(amount.tokens / tokens if tokens else 0.0, amount.cost / cost if cost else 0.0)
 
     def part(self, usages: Iterable[Usage], cost: float | None) -> float:
-        """Return which part of the budget was spent on answers with this usage, and this cost in $."""
+        """Return the part of the budget that was spent on answers with this usage and this cost in $."""
         total = sum((_amount(usage, None) for usage in usages), NOTHING)
         return self._part(total + Amount(0, cost or 0.0))
 
@@ -458,8 +466,8 @@ class Spending(Account):
         return turns * self._part(_amount(usage, None if prices is None else prices.cost(usage)))
 
     def may_start(self, stage: StageRows, before: float) -> bool:
-        """Return whether a row may start, whose cost in earlier sessions was ``before``. If no row runs whose end
-        could change the answer, the run is out of budget."""
+        """Return whether a row may start. ``before`` is its cost in earlier sessions. If it may not, and no row runs
+        whose end could change that, the run is out of budget."""
         rows, ledger = self.rows, self._ledger
         spent = ledger.spent - self._rows_claimed if self._is_shared else ledger.spent
         if rows is None or rows.fits(stage, self._part(spent), before):
@@ -482,7 +490,8 @@ class Spending(Account):
             self._commit()
 
     def _too_dear(self, part: float) -> str:
-        """Return a message about the limit that leaves no room for a row, which costs this part of the budget."""
+        """Return a message about the limit that leaves no room for a row. ``part`` is the part of the budget that the
+        row costs."""
         tokens, cost = self.limits
         spent = self._ledger.spent + self._ledger.others
         if cost is None or (tokens is not None and spent.tokens * cost > spent.cost * tokens):
@@ -516,7 +525,7 @@ class Spending(Account):
         self._on_short(lacks == "room")
 
     def _answer(self, call: Call, turn: asyncio.Future[None]) -> Literal["", "room", "advance"]:
-        """Grant or refuse a waiting call. Returns what it must wait for, if neither is possible yet."""
+        """Grant or refuse a waiting call. If neither is possible yet, return what it must wait for."""
         if self.time_is_up:
             turn.set_exception(self.refusal())
             return ""
@@ -558,7 +567,7 @@ class Spending(Account):
         return _amount(most, call.prices.most(most) if call.prices is not None else None)
 
     def refusal(self) -> Interrupted:
-        """Return the error of an agent whose next call comes after the run's time limit."""
+        """Return the error for an agent whose next call would come after the run's time limit."""
         return self._refused(self._time_limit)
 
     def _refused(self, limit: str) -> Interrupted:
@@ -567,11 +576,11 @@ class Spending(Account):
         return Interrupted(f"the run is out of budget: {limit}")
 
     def add_reason(self, told: str) -> None:
-        """Add to the words for the limit that ended the run."""
+        """Append ``told`` to the message about the limit that ended the run."""
         self.exhausted = f"{self.exhausted}; {told}"
 
     def exhaust(self, limit: str) -> None:
-        """A limit leaves no room for the next call, here or at another worker: no agent is started any more."""
+        """Start no more agents, because a limit leaves no room for the next call, here or at another worker."""
         if not self.exhausted:
             self.exhausted = limit
             self._on_exhausted(limit)

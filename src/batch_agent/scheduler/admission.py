@@ -45,7 +45,7 @@ MEMBERS_A_CHANGE = 32
 
 
 class ContextGrowth:
-    """Mean tokens of an agent's context after each turn."""
+    """The mean number of tokens in an agent's context after each turn."""
 
     def __init__(self) -> None:
         self.shared = 0  # tokens that all agents share; they are in the cache once
@@ -74,8 +74,8 @@ class ContextGrowth:
             self._step = (self._mean[last] - self._mean[1]) / (last - 1)
 
     def expect(self, turns: int, more: int) -> bool:
-        """Learn that the next prompt of an agent that has taken ``turns`` is longer by ``more`` tokens. Returns whether
-        that is more than expected. An answer replaces it."""
+        """Learn that the next prompt of an agent that has taken ``turns`` turns is longer by ``more`` tokens. Returns
+        whether that is more than expected. The next answer replaces what was learnt."""
         if not turns or turns + 1 < len(self._mean) or more <= self._step:
             return False
         self._step = float(more)
@@ -126,7 +126,7 @@ def _context(progress: AgentForecast) -> tuple[int, int]:
 
 
 class _Projection:
-    """The tokens that the members need for each turn ahead, computed again when enough of them have changed."""
+    """The tokens that the members need for each turn ahead. It is computed again when enough members have changed."""
 
     def __init__(self) -> None:
         self.needed: list[float] = []
@@ -181,7 +181,7 @@ class WorkingSet:
 
     @property
     def is_wide(self) -> bool:
-        """Whether twice as many contexts would fit, as far as it is known. Then little is learnt from answers."""
+        """Whether twice as many contexts would fit, as far as that is known. Then answers teach little."""
         return not self.tracks and 2 * len(self.members) <= self.ample
 
     def leave(self, progress: AgentForecast) -> None:
@@ -266,9 +266,9 @@ class WorkingSet:
         return self.is_cached(progress) and progress.turns > near.least_turns
 
     def _is_bunched(self, ages: list[int]) -> bool:
-        """Return whether as many agents are within their first turns, for some number of turns, as fit if agents start
-        at a steady pace. Agents that start together reach their longest contexts together; at a steady pace half as
-        many again fit."""
+        """Return whether the agents are bunched: within the first turns, for some number of turns, there are as many as
+        would be there if agents started at a steady pace and filled the cache. Agents that start together reach their
+        longest contexts together; at a steady pace half as many again fit."""
         whole = self._life().whole
         if not whole:
             return False
@@ -409,7 +409,7 @@ class Admission(Generic[Waiting]):
         self.counts = KvCounts()
 
     def read(self, endpoint: Endpoint) -> None:
-        """Follow what is known of the server's memory, after a reading or the loss of readings."""
+        """Apply what is known of the server's memory, after a reading or after readings have stopped."""
         if self.enabled:
             working_set = self._set_of(endpoint)
             before = working_set.ample
@@ -584,8 +584,8 @@ class Admission(Generic[Waiting]):
         return self._recheck if self.held else inf
 
     def release(self, now: float) -> list[Waiting]:
-        """Return a few turns to check again, the most advanced first. They are no longer held. If they fit, the next
-        call returns more."""
+        """Return a few held turns to check again, the most advanced first. They are no longer held. If they fit, the
+        next call returns more."""
         if not self.held or now < self._recheck:
             return []
         self._recheck = inf

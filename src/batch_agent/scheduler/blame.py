@@ -62,7 +62,7 @@ CONCERNS: dict[int, Concern] = {
 
 
 def concern_of(status: int | None) -> Concern | None:
-    """Return what a refusal with this status may concern beside its request; None: only the request."""
+    """Return what a refusal with this status may concern beyond its request; None if it concerns only the request."""
     return None if status is None else CONCERNS.get(status)
 
 
@@ -128,7 +128,7 @@ class RowHistory:
         return self.hits + len(self.crashes) >= N.twice
 
     def is_poison(self, max_retries: int) -> bool:
-        """Return whether the row crashes servers, and not the servers fail by themselves."""
+        """Return whether the row crashes servers, as opposed to servers that fail by themselves."""
         if sum(crash.proven for crash in self.crashes) > max(1, max_retries):  # one may be a coincidence
             return True
         if len(self.crashes) <= max(1, max_retries - N.twice):
@@ -137,8 +137,9 @@ class RowHistory:
         return lasted >= N.least_trying or len({crash.endpoint for crash in self.crashes}) >= N.several
 
     def crash(self, endpoint: EndpointHistory, attempt: Attempt) -> bool:
-        """Record that this request has crashed the endpoint; once. Returns False if there is no evidence for it: the
-        endpoint may have been down before, or another request that failed with it may be the cause."""
+        """Record that this request has crashed the endpoint. Each crash counts once. Returns False if there is no
+        evidence for it: the endpoint may have been down before, or another request that failed with it may be the
+        cause."""
         if not attempt.sound or attempt.beside:
             return False
         if not (self.crashes and self.crashes[-1].at == attempt.ended_at):
@@ -146,8 +147,9 @@ class RowHistory:
         return True
 
     def overloaded(self, attempt: Attempt, answered_sent: float, control_sent: float = -inf) -> bool:
-        """Record a refusal for load. Returns whether the endpoint has taken another request since the refusal before
-        it. ``answered_sent``, ``control_sent``: when the newest answered row, and control request, was sent."""
+        """Record a refusal for load. Returns whether the endpoint has accepted another request since the previous
+        refusal. ``answered_sent``: when the newest answered row was sent; ``control_sent``: when the newest answered
+        control request was sent."""
         if answered_sent > self.refused_since:  # a row had room: this one may have it later
             self.refused, self.refused_since = 0, inf
         passed_over = max(answered_sent, control_sent) >= self.overloaded_at
@@ -157,7 +159,8 @@ class RowHistory:
 
     @property
     def is_alone_refused(self) -> bool:
-        """Return whether refusals for load concern this row, and say nothing about the load: the server took others."""
+        """Return whether refusals for load concern only this row, because the server accepted others meanwhile. They
+        then say nothing about the load."""
         return self.passed_over >= N.twice
 
     def gives_way(self, delay: float) -> bool:
@@ -173,7 +176,7 @@ class RowHistory:
         return self.refused > max_retries and self.refused_until - self.refused_since >= N.least_refused
 
     def may_be_too_much(self, max_retries: int) -> bool:
-        """Return whether it is, if its unsettled refusals turn out to be its own."""
+        """Return whether the row would be too much for its rate limits if its undecided refusals were its own fault."""
         lasted = self.unsettled_until - self.refused_since
         return self.unsettled > 0 and self.refused + self.unsettled > max_retries and lasted >= N.least_refused
 
@@ -183,7 +186,7 @@ class RowHistory:
         return left if left > 0 else inf
 
     def settle(self, number: int, *, charge: bool) -> None:
-        """Decide ``number`` of its undecided failures."""
+        """Decide ``number`` of the row's undecided failures."""
         number = min(number, self.undecided)
         self.undecided -= number
         if charge:
@@ -228,8 +231,8 @@ class Verdict:
 
 @dataclass(slots=True, eq=False)
 class EndpointHistory:
-    """The undecided failures of one endpoint. ``alone`` has the rows that failed while no other row could give
-    evidence, and since when. Only a probe decides about them."""
+    """The undecided failures at one endpoint. ``alone``: rows that failed while no other row could give evidence, and
+    since when. Only a probe decides about these."""
 
     open: dict[RowHistory, list[Attempt]] = field(default_factory=dict)
     alone: dict[RowHistory, float] = field(default_factory=dict)
@@ -240,8 +243,8 @@ class EndpointHistory:
     broken_suspects: list[tuple[RowHistory, float]] = field(default_factory=list)
 
     def has_other_cause(self, row: RowHistory, sent_at: float) -> bool:
-        """Return whether another row may have crashed the endpoint since this time. Beside a suspect only another
-        suspect counts."""
+        """Return whether another row may have crashed the endpoint since this time. If the row is a suspect, only
+        another suspect counts."""
         broken = self.broken_suspects if row.suspect else self.broken
         return any(other is not row and at >= sent_at for other, at in broken)
 
@@ -318,8 +321,8 @@ class EndpointHistory:
                 self.open[row] = [attempt for attempt in attempts if attempt.sent_at > sent_at]
 
     def forgive(self) -> None:
-        """Forgive undecided failures: the endpoint is down. Rows that may have caused that get a hit. A suspect, which
-        was sent beside no other suspect, gets a crash if the endpoint had been up before."""
+        """Forgive undecided failures, because the endpoint is down. Rows that may have caused that get a hit. A suspect
+        that was sent beside no other suspect gets a crash, if the endpoint had been up before."""
         for row, attempts in self.open.items():
             broken = [attempt for attempt in attempts if attempt.outcome in ("broken", "stale")]
             if broken and not (row.suspect and row.crash(self, broken[-1])):
@@ -413,8 +416,8 @@ Step = Literal["fail", "retry", "wait"]
 
 
 def next_step(row: RowHistory, max_retries: int, *, retryable: bool, move: bool = False) -> Step:
-    """Return what to do with a row whose attempt failed. ``wait``: its retries are used up if its undecided failures
-    are charged, so wait until they are decided. ``move``: it will go to another endpoint, which gives evidence too."""
+    """Return what to do with a row whose attempt failed. ``wait``: if the undecided failures used up its retries, it
+    waits until they are decided. ``move``: it will be sent to another endpoint, which gives evidence too."""
     if not retryable or row.charges > max_retries:
         return "fail"
     if row.is_poison(max_retries) or row.is_too_much(max_retries):
@@ -432,7 +435,7 @@ _VARIABLE = re.compile(r"\d+|'[^']*'|\"[^\"]*\"")
 
 
 class Denial(NamedTuple):
-    """``number`` is how often the row was denied, this denial included."""
+    """A denial of a row. ``number``: how often the row was denied, this time included."""
 
     sent_at: float
     arrived_at: float
@@ -475,8 +478,8 @@ class Denials:
             self._rows = unclear
 
     def denial(self, row: RowHistory, sent_at: float, now: float) -> Denial:
-        """Return the denial of a row that arrives now. A row at fault may go to another server each time: so denials
-        by all servers count that follow an answer of the same server."""
+        """Return the denial of a row that arrives now. A row at fault may be sent to another server each time. So
+        denials by all servers count, if they follow a good answer of the same server."""
         row.disproved += self._answered_sent > row.denied_at.get(self, inf)
         row.denied_at[self] = now
         return Denial(sent_at, now, max(row.denials, row.disproved + 1))

@@ -71,8 +71,8 @@ class Ledger:
         self.in_flight = 0
 
     def short(self, amount: Amount, *, beside: Amount = NOTHING, others_open: Amount = NOTHING) -> str | None:
-        """Return a message about the limit that this call exceeds, or None. ``beside`` is sent first, and other workers
-        hold ``others_open``."""
+        """Return a message about the limit that this call would exceed, or None. ``beside`` is the amount that is sent
+        first; ``others_open`` is the amount that other workers hold."""
         needed, spent = self.reserved + beside + amount + others_open, self.spent + self.others
         # Part of the rest that may be in flight.
         several = self.in_flight or beside != NOTHING or others_open != NOTHING
@@ -90,15 +90,16 @@ class Ledger:
         return None
 
     def covers(self, amount: Amount) -> bool:
-        """Return whether the advance covers this call too."""
+        """Return whether the advance also covers this call."""
         if self.advance is None:
             return True
         needed = self.spent + self.reserved + amount
         return needed.tokens <= self.advance.tokens and needed.cost <= self.advance.cost + ROUNDING
 
     def next_advance(self, waiting: Amount, more: Amount = NOTHING) -> Amount:
-        """Return the advance to write: what is spent, in flight and waiting to be sent, and a little more. ``more`` is
-        what calls may use beyond their reservations. It stays within the limits if these are sufficient."""
+        """Return the advance to write: what is spent, what is in flight, what waits to be sent, and a little more.
+        ``more`` is what calls may use beyond their reservations. The advance stays within the limits if that is enough
+        for these calls."""
         needed = self.spent + self.reserved + waiting
         ahead = Amount(math.ceil(self.reserved.tokens * AHEAD), self.reserved.cost * AHEAD) + more
         tokens, cost = needed.tokens + ahead.tokens, needed.cost + ahead.cost
@@ -109,8 +110,8 @@ class Ledger:
         return Amount(tokens, cost)
 
     def ahead_of(self, lately: Amount) -> Amount:
-        """Return what a worker of a shared run takes in advance beyond what is in flight: twice what it spent since its
-        last advance, but only a small part of the rest, because it is lost if the worker dies."""
+        """Return what a worker of a shared run reserves in advance beyond what is in flight: twice what it spent since
+        its last advance, but only a small part of what is left, because it is lost if the worker dies."""
         spent, tokens, cost = self.spent + self.others, 2 * lately.tokens, 2 * lately.cost
         if self.max_tokens is not None:
             tokens = min(tokens, max(0, self.max_tokens - spent.tokens) // SMALL)
@@ -131,7 +132,7 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """A prefix of a prompt: its bytes, an upper bound of its tokens from a server's count, and the expected tokens of
+    """A prefix of a prompt that a server has counted: its bytes, an upper bound of its tokens, and the usual tokens of
     the pictures and files in it."""
 
     prompt_bytes: int
@@ -182,8 +183,8 @@ class Estimator:
         attached: int = 0,
         choices: int = 1,
     ) -> Usage:
-        """Return the most that a call can use. ``known`` is a prefix of the prompt that was counted before. ``alone``:
-        no other call is in flight. No part of the prompt is expected to be cached."""
+        """Return the largest usage that a call can have. ``known`` is a prefix of the prompt that was counted before.
+        ``alone``: no other call is in flight. It is assumed that no part of the prompt is cached."""
         if known is None and self.least:
             # The shortest prompt may have had a picture, which is counted below.
             template = min(self.least, UNKNOWN_TEMPLATE_TOKENS) if attached else self.least

@@ -23,7 +23,8 @@ from batch_agent.scheduler.numbers import N
 
 
 class _Mark(NamedTuple):
-    """Requests at the time of a reading: ``ours`` were answered, ``counted`` had finished by the engine's count."""
+    """Counts at the time of a reading. ``ours``: number of our requests that were answered. ``counted``: number of
+    requests that had finished by the engine's count."""
 
     at: float
     ours: int
@@ -32,7 +33,7 @@ class _Mark(NamedTuple):
 
 
 class CacheSize:
-    """``capacity``: tokens; None if unknown. ``margin``: the part of it that is ours."""
+    """``capacity`` in tokens; None if unknown. ``margin``: the part of it that our contexts may use."""
 
     def __init__(self) -> None:
         self.reported: int | None = None  # by the engine
@@ -58,7 +59,8 @@ class CacheSize:
 
     @property
     def conclusion(self) -> tuple[str, str]:
-        """Return which rule decides the size, and its evidence; two empty texts while nothing is known."""
+        """Return the name of the rule that decides the size, and its evidence; two empty texts while nothing is
+        known."""
         if self.is_one_of_several:
             return "the report is that of one of several replicas", "the engine counts less than half of our requests"
         if self.reported is not None and self._larger >= N.several:
@@ -107,8 +109,8 @@ class CacheSize:
             self.is_one_of_several = latest.counted - first.counted < N.mostly * certain
 
     def found(self, distance: int, certain: int) -> None:
-        """Learn from a context that was in the cache. ``distance``: tokens of all contexts used since its last turn,
-        with its own; ``certain``: of those, the contexts of complete answers."""
+        """Learn that a context was still in the cache. ``distance``: tokens of all contexts used since its last turn,
+        its own included. ``certain``: the part of these that belongs to complete answers."""
         self.margin = min(1.0, self.margin + N.margin_gain)
         if self.reported is not None:
             self._larger += certain > N.beyond * self.reported
@@ -116,7 +118,7 @@ class CacheSize:
             self.learnt = max(distance, round(N.learnt_gain * self.learnt))
 
     def evicted(self, distance: int) -> None:
-        """Learn from a context that was not in the cache any more."""
+        """Learn that a context was no longer in the cache."""
         if self.is_believed:
             if distance < N.full * self.margin * (self.reported or 0):
                 self._shrink()

@@ -79,7 +79,8 @@ Progress = tuple[int, bool, int, float]  # the limit, whether it still climbs, t
 
 
 class LimitSearch:
-    """``limit`` is the current number. Methods that may change it return the reason, or "" if it did not change."""
+    """Searches for the limit. ``limit`` is the current number. Methods that may change it return the reason, or "" if
+    they did not change it."""
 
     def __init__(
         self,
@@ -90,7 +91,8 @@ class LimitSearch:
         settled: bool = False,
         by_clock: bool = True,
     ) -> None:
-        """``settled``: ``start`` was found before. ``by_clock``: False for one endpoint of a fleet."""
+        """``settled``: ``start`` was found before. ``by_clock``: the search starts in steps by the clock; False for an
+        endpoint of a fleet."""
         self.limit = min(start, most)
         self.guided = False  # the engine reports its queue, which decides after the climb
         self.share = 1.0  # part of the slots that this process has; the other processes of its run have the rest
@@ -129,7 +131,7 @@ class LimitSearch:
 
     @property
     def _round(self) -> int:
-        """Number of answers in which each slot answers once; twice if other processes have slots too, because all
+        """The number of answers in which each slot answers once. It is doubled if other processes have slots too: all
         first requests of this process may have been ahead of theirs in the server's queue."""
         return max(1, round(self.limit * min(1.0, 2 * self._stage_share)))
 
@@ -139,13 +141,13 @@ class LimitSearch:
         self.limit = min(self.limit, self._most)
 
     def forget(self) -> None:
-        """Start a stage with the next answer."""
+        """Start the present stage again with the next answer."""
         self._since, self._count, self._work, self._seconds = inf, 0, 0, 0.0
         self._stage_share = self.share
         self._answers: list[tuple[float, int]] = []  # seconds, tokens; for an endpoint of a fleet that may have a queue
 
     def move(self, limit: int) -> None:
-        """Take the number that the engine's queue suggests."""
+        """Set the limit to the number that the engine's queue suggests."""
         self._blind = False
         self._climbing = self._climbing and limit > self.limit
         self.limit = limit
@@ -279,7 +281,8 @@ Before = tuple[int | None, int | None, int, int, bool, LimitSearch | None]  # wh
 
 
 class Capacity:
-    """Methods that may change the limit return the reason, or "" if it did not change."""
+    """The limit of requests in flight at one server. Methods that may change it return the reason, or "" if they did
+    not change it."""
 
     _gain: float  # progress towards the next slot
     _pace: float  # slots per round
@@ -333,7 +336,7 @@ class Capacity:
         self._climb_from(0.0)
 
     def start_search(self, search: LimitSearch) -> None:
-        """Start a search for the number, up to the ceiling."""
+        """Start this search for the limit, up to the ceiling."""
         if self.ceiling is not None:
             search.bound(self.ceiling)
         self.search = search
@@ -342,8 +345,8 @@ class Capacity:
     def overloaded(
         self, generation: int, inflight: int, wait: float = 0.0, now: float = 0.0, cause: Hashable = None
     ) -> str:
-        """Lower the limit if a refusal follows the load: a request of ``generation`` was refused. ``wait``: the
-        Retry-After. ``cause``: its row, whose next attempt shows whether the refusal concerned this row alone."""
+        """Lower the limit if a refusal of a request of ``generation`` follows the load. ``wait``: the seconds of
+        Retry-After. ``cause``: its row; the row's next attempt shows whether the refusal concerned only this row."""
         self.tolerates, self._last_refused = False, now
         self._old -= generation != self.generation
         if self._known is not None and not self._takes and inflight - 1 <= self._old and inflight <= self._taken / 2:
@@ -377,14 +380,17 @@ class Capacity:
         )
 
     def was_full_with(self, inflight: int) -> bool:
-        """Return whether the server has refused a request while that many others, or fewer, were in flight."""
+        """Return whether the server has refused a request while at most ``inflight`` others were in flight."""
         return 0 < self._taken <= inflight
 
     def pardon(self, cause: Hashable, answered: float) -> str:
-        """Take back what a refusal of this row did to the limit: the row is refused again, and others are not.
-        ``answered``: when the newest answered request was sent. Those that were sent before the refusal came may have
-        been the last that the server takes in a minute. If most requests that were in flight together were refused, the
-        server is full, and a row that was refused twice has only been unlucky."""
+        """Undo what a refusal of this row did to the limit, because the row is refused again while others are accepted.
+        ``answered``: when the newest answered request was sent.
+
+        Answers to requests that were sent before the refusal may have been the last that the server accepts in a
+        minute, and do not count. If most requests that were in flight together were refused, the server is full, and a
+        row that was refused twice was only unlucky.
+        """
         if cause in self.causes and answered < self.causes[cause][2]:
             return ""
         if self._before is not None and self._wave_refused > max(N.enough, self._wave_crowd / 2):
@@ -403,7 +409,8 @@ class Capacity:
         return "the refusals concern single rows"
 
     def confirm(self, cause: Hashable) -> None:
-        """Keep the limit: a row that was refused is answered, so the refusal did not concern the row alone."""
+        """Let a refusal of this row count: the row is answered now, so that the refusal did not concern the row
+        alone."""
         if self.causes.pop(cause, (-1, False, 0.0))[1]:
             self._forget_causes()
 
@@ -411,8 +418,8 @@ class Capacity:
         self.causes, self._before = {}, None
 
     def _dry_up(self, now: float) -> str:
-        """Send one request at a time. Few are in flight, and all that were sent since the limit fell are refused: these
-        are not too many at once, but too many per minute."""
+        """Send one request at a time. Few requests are in flight, and all that were sent since the limit fell are
+        refused: the problem is not too many at once, but too many per minute."""
         self.generation += 1
         was, self.limit, self._lowered_at, self._dry = self.limit, 1, now, True
         return "the server is overloaded" if was != 1 else ""
@@ -449,8 +456,8 @@ class Capacity:
         return self._shorten_queue(seconds)
 
     def _has_waited(self, seconds: float) -> bool:
-        """Return whether an answer that took so long has waited in the server's queue: it took much longer than the
-        fast quarter of the first answers. Fewer than a few do not show how much answers differ."""
+        """Return whether a request that took ``seconds`` has waited in the server's queue: it took much longer than the
+        fast quarter of the first answers. Fewer than ``LEAST_FIRST`` answers do not show how much answers differ."""
         first = self._first
         return len(first) >= N.few and seconds > QUEUED * first[len(first) // 4]
 
@@ -517,7 +524,7 @@ class Capacity:
         return self._climb(limit, now)
 
     def _climb(self, limit: int, now: float) -> str:
-        """Count one more good answer with all slots in use."""
+        """Count one more good answer while all slots were in use."""
         part = 1 / limit  # of a round
         pace = min(limit, self._pace * 2 ** (part / DOUBLING))
         if limit > self._refused_at * (1 + N.small) + 1:  # the server takes more than before
@@ -559,7 +566,7 @@ class Capacity:
         return reason
 
     def lead(self, held: int, others: int, even: bool) -> None:
-        """Search for all processes of the run. This one holds ``held`` slots, and ``others`` are held by the others.
+        """Search on behalf of all processes of the run. This process holds ``held`` slots, the others hold ``others``.
         ``even``: together they hold as many as the limit, or as they want."""
         if self.search is None:
             return
@@ -571,7 +578,7 @@ class Capacity:
         self.leads, self.others, self.uneven = True, others, not even
 
     def follow(self, progress: Progress) -> str:
-        """Adopt the search of another process."""
+        """Adopt the result of the search of another process."""
         if self.search is None:
             return ""
         self.leads, self.others = False, 0

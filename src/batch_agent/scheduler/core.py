@@ -83,7 +83,8 @@ class Ticket:
 
     @property
     def chore(self) -> bool:
-        """Whether it is an auxiliary request, not an agent's turn; it is left out of the statistics."""
+        """Whether this is an auxiliary request and not an agent's turn. Such requests are left out of the
+        statistics."""
         return self.progress.turns < 0
 
 
@@ -192,8 +193,8 @@ class Scheduler:
             self._switch_standbys()
 
     def _switch_standbys(self) -> None:
-        """Use the standbys while no other endpoint works. One that denies every row can be reached: its key or its
-        model is wrong, which is for the user to mend."""
+        """Use the standbys while no other endpoint works. An endpoint that denies every row counts as reachable: its
+        key or its model is wrong, which the user must correct."""
         idle = self.router.working_primaries > 0 or any(map(_denies, self.endpoints))
         for standby in self.standbys:
             if standby.is_idle != idle:
@@ -235,8 +236,8 @@ class Scheduler:
         return self.forecast.ending(0, slots)
 
     def _in_their_place(self) -> int:
-        """Return how many agents may start in place of those that give way. Not any number: the next rows may fail as
-        well, and their agents would pile up."""
+        """Return how many agents may start in place of rows that wait for a retry. The number is limited: the next rows
+        may fail as well, and their agents would accumulate."""
         slots = self.slots
         return min(self.giving_way, max(START, self.inflight if slots is None else slots))
 
@@ -283,13 +284,14 @@ class Scheduler:
 
     @property
     def is_occupied(self) -> bool:
-        """Whether as many requests are in flight as this dispatcher may have."""
+        """Whether this dispatcher has as many requests in flight as it may have."""
         most = self.max_inflight if self.allotted is None else self.allotted
         return most is not None and self.inflight >= most
 
     @property
     def excess(self) -> int:
-        """Number of requests in flight beyond those that this dispatcher may have, because people do not wait."""
+        """The number of requests in flight beyond those that this dispatcher may have, which exist because interactive
+        requests do not wait."""
         most = self.max_inflight if self.allotted is None else self.allotted
         return 0 if most is None else max(0, self.inflight - most)
 
@@ -331,9 +333,9 @@ class Scheduler:
     def request(
         self, progress: AgentForecast, turns: int, now: float, pinned: Endpoint | None = None, *, at_once: bool = False
     ) -> Ticket:
-        """Queue a turn of an agent that has taken ``turns``, and return its ticket. ``grant`` says when it may go. With
-        ``pinned`` it goes only to that endpoint. ``at_once``: it gets its slot here if one is free and no turn waits,
-        as ``grant`` would give it."""
+        """Queue a turn of an agent that has taken ``turns`` turns, and return its ticket. ``grant`` returns its slot
+        later. ``pinned``: it may go only to that endpoint. ``at_once``: if a slot is free and no turn waits, it gets
+        the slot here, as ``grant`` would give it."""
         answered_at = progress.answered_at
         self.forecast.go_on(progress, turns, now)
         if self.admission.is_on and answered_at is not None:
@@ -352,7 +354,7 @@ class Scheduler:
         return ticket
 
     def _is_free(self, now: float) -> bool:
-        """Return whether the only endpoint works and has a slot, which no turn wants that is not in the queue."""
+        """Return whether the only endpoint works, and has a slot that is not wanted by a turn outside the queue."""
         if self.paused or self.aside or self.suspects or self.controls or len(self.endpoints) > 1:
             return False
         most = self.max_inflight if self.allotted is None else self.allotted
@@ -366,8 +368,8 @@ class Scheduler:
         return ticket
 
     def again(self, slot: Slot) -> None:
-        """Queue a turn whose request failed before turns of equal rank, or set it aside. While no endpoint works, it is
-        no good trial if its own trial failed, or if it has failed while others were answered."""
+        """Queue a turn whose request failed before turns of equal rank, or set it aside. It is set aside while no
+        endpoint works if its own trial failed, or if it failed while others were answered: then it is no good trial."""
         ticket = slot.ticket
         if ticket.pinned is not None and len(self.endpoints) > 1:
             self._wait(ticket)
@@ -434,8 +436,8 @@ class Scheduler:
         return None
 
     def _match_first(self, now: float) -> tuple[Ticket, Endpoint] | None:
-        """Return an interactive request, and the least busy endpoint for it. It does not wait until another request
-        ends; but the limits of a provider, and outages, hold for it too."""
+        """Return an interactive request, and the least busy endpoint for it; None if there is none. It does not wait
+        for the end of another request, but the limits of a provider and outages hold for it too."""
         for ticket in self._queue.first():
             model = ticket.progress.model
             able = [
@@ -490,7 +492,8 @@ class Scheduler:
         return None
 
     def _of_its_kind(self, endpoint: Endpoint) -> Ticket | None:
-        """Return a turn for a model of this endpoint; if it is down, for one that no other serves."""
+        """Return a waiting turn for a model of this endpoint, or None. For an endpoint that does not work, only a turn
+        for a model that no working endpoint serves."""
         router, works = self.router, self.router.works(endpoint)
         for model in self._parking.names:
             if router.serves(endpoint, model) and (works or not router.is_served(model)):
@@ -498,7 +501,8 @@ class Scheduler:
         return None
 
     def _trial(self, now: float) -> Endpoint | None:
-        """Return a down endpoint that may be tried: one found worth it or, if none works, any that is due."""
+        """Return a down endpoint that may get a trial: one that a probe recommends or, if no endpoint works, one whose
+        trial is due. None if there is none."""
         if not (self._queue.size or self.aside or self.suspects):
             return None
         trials = self.router.trials
@@ -512,7 +516,8 @@ class Scheduler:
         return min(due, key=lambda each: (not each.health.is_sound(now), each.health.trials), default=None)
 
     def _match_trial(self, trial: Endpoint, now: float) -> tuple[Ticket, Endpoint] | None:
-        """Return the next ticket for a trial of this endpoint, or one that has to go elsewhere."""
+        """Return the next ticket for a trial of this endpoint, or a ticket that must go to another endpoint first; None
+        if there is none."""
         # While other endpoints work, the ticket may go there, where a suspect must be alone.
         while (ticket := self._next(trial=not self.router.working)) is not None:
             # While other endpoints work, a turn that has failed is not used for a trial.
@@ -527,7 +532,7 @@ class Scheduler:
         return None
 
     def _free(self, now: float) -> bool:
-        """Return whether an endpoint is free, without slow ones that would delay the end of the batch."""
+        """Return whether an endpoint is free. Slow endpoints that would delay the end of the batch do not count."""
         router = self.router
         left = self.forecast.turns_to_come - self.inflight
         while True:
@@ -578,8 +583,9 @@ class Scheduler:
         return best
 
     def _patience(self, ticket: Ticket, other: Endpoint) -> float:
-        """Return the seconds that a turn waits for another endpoint than the one where it failed. The other one may be
-        silent, and the first one up again. A hedge has not failed, and waits for as long as its first request."""
+        """Return how many seconds a turn waits for an endpoint other than the one where it failed: that one may be
+        silent, and may be the first to be up again. A hedge, which has not failed, waits as long as its first
+        request."""
         if not ticket.row.tested:
             return inf
         return max(N.slack, N.much_slower * self.router.wait(other, self._parking.waiting(other)))
@@ -589,7 +595,7 @@ class Scheduler:
         self._parking.park(ticket, ticket.progress.turns, place, due)
 
     def _wait(self, ticket: Ticket) -> None:
-        """Count a ticket that was set aside, or has failed, as waiting."""
+        """Count a ticket that was set aside or has failed as waiting."""
         self.waiting += ticket.state != "waiting"
         ticket.state = "waiting"
 
@@ -625,7 +631,7 @@ class Scheduler:
         return suspect
 
     def give_back(self, slot: Slot) -> bool:
-        """Give the slot back. A second call has no effect and returns False."""
+        """Give the slot back. Returns False if it was given back before."""
         ticket, endpoint = slot.ticket, slot.endpoint
         if ticket.slot is not slot:
             return False
@@ -642,7 +648,7 @@ class Scheduler:
         return True
 
     def withdraw(self, ticket: Ticket) -> None:
-        """Drop the claim of a ticket that holds no slot. A second call has no effect."""
+        """Drop the claim of a ticket that holds no slot. Has no effect if it was dropped before."""
         if ticket.state == "set aside":
             (self.aside if ticket in self.aside else self.suspects).remove(ticket)
         elif ticket.control:

@@ -22,7 +22,7 @@ CALM = 10  # readings without growth after many requests were preempted
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy a server is, as it reports. None: not reported."""
+    """The load that a server reports. None: not reported."""
 
     running: int = 0  # requests being computed
     waiting: int = 0  # requests in its queue

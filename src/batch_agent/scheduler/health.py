@@ -32,7 +32,7 @@ State = Literal["healthy", "suspect", "down", "on trial"]
 
 
 class Health:
-    """``chance`` returns random numbers from 0 to 1."""
+    """The health of one server. ``chance`` returns random numbers from 0 to 1."""
 
     def __init__(self, chance: Callable[[], float] = random) -> None:
         self.chance = chance
@@ -71,8 +71,8 @@ class Health:
         self.is_down = state in ("down", "on trial")
 
     def answer(self, seconds: float, sent_at: float, now: float) -> bool:
-        """Record an answer, or a refusal that only a working server can send. Returns True if it ends an outage. With 0
-        ``seconds`` it says nothing about the time that others take."""
+        """Record an answer, or a refusal that only a working server can send. Returns True if it ends an outage. If
+        ``seconds`` is 0, the answer says nothing about the time of others."""
         self.heard = self.up_at = now
         self.answered = True
         if seconds:
@@ -90,8 +90,8 @@ class Health:
         return was_down
 
     def counted(self, generated: int, began_at: float, now: float) -> None:
-        """Learn from the engine's count of generated tokens. An engine with long prompts may complete no answer for
-        long, and yet it works."""
+        """Learn from the engine's count of generated tokens. An engine with long prompts may complete no answer for a
+        long time although it works."""
         before, self._generated = self._generated, generated
         if before is not None and generated > before:
             self.heard, self._counts, self.cold_until = now, True, 0.0
@@ -99,7 +99,7 @@ class Health:
             self.cold_until = began_at + N.longest_lag
 
     def recover(self) -> None:
-        """End the outage because of a probe."""
+        """End the outage because a probe found the server up."""
         self._become("healthy")
 
     def fail(self, reason: str, now: float) -> None:
@@ -124,16 +124,16 @@ class Health:
 
     @property
     def is_learnt(self) -> bool:
-        """Whether enough answers are known to tell how long one takes."""
+        """Whether enough answers are known to tell how long an answer takes."""
         return self._good >= N.learnt
 
     def is_silent(self, in_flight: int, now: float) -> bool:
-        """Return whether it is silent for certain: many answers have shown how long one takes."""
+        """Return whether the server is certainly silent: enough answers have shown how long one takes."""
         return not self.is_down and in_flight >= N.several and self.is_learnt and now >= self.silent_at
 
     @property
     def silent_at(self) -> float:
-        """When its silence is looked into: the second time after twice as long, and so on."""
+        """When the silence of the server is examined next. Each time the wait is twice as long."""
         if self.patient:
             return inf
         wait = max(N.shortest_silence, N.silence_factor * self.slowest)
@@ -141,7 +141,7 @@ class Health:
         return max(looked_into, self.cold_until)
 
     def look(self, now: float) -> int:
-        """Record that its silence is looked into, and return how often it was before."""
+        """Record that the silence of the server is examined. Returns how often that was done before."""
         self._looks += 1
         self._looked_at = now
         return self._looks - 1
@@ -152,18 +152,18 @@ class Health:
 
     @property
     def grace(self) -> float:
-        """Seconds that requests from before an outage still get after its end."""
+        """Seconds that requests sent before an outage still get after its end."""
         return max(N.slack, 2 * self.slowest)
 
     # Trials
 
     @property
     def is_mute(self) -> bool:
-        """Whether it has replied to no request yet."""
+        """Whether the server has not replied to any request yet."""
         return not (self.answered or self.replies)
 
     def try_now(self, now: float, *, probing: bool = False) -> None:
-        """Record that a trial is sent, or a probe in its place."""
+        """Record that a trial is sent, or a probe instead of it."""
         self._become("on trial")
         self.probing, self.ready = probing, False
         self.trials += not probing
@@ -189,8 +189,8 @@ class Health:
         return max(N.short_wait, 2 * self.slowest, (now - self.down_since) * N.pause_share)
 
     def control_seconds(self, now: float, max_outage: float = inf) -> float:
-        """Return the time limit of a control request. Before the first answer it is part of the patience of a
-        dispatcher that has one."""
+        """Return the time limit of a control request. Before the server's first answer, it is a part of ``max_outage``
+        if there is one."""
         if not self._good:
             seconds = N.minute if self.is_down else N.busy * (1 + self._unanswered)
             return min(seconds, max(N.busy, max_outage))
@@ -202,7 +202,7 @@ class Health:
         return max(shortest, 2 * self.slowest, 4 * self.slowest_control, self.trial_seconds(now) or 0.0)
 
     def asks_again(self, max_outage: float = inf) -> bool:
-        """Return whether a control request that was not answered in time proves nothing, and another one is sent."""
+        """Return whether a control request without an answer in time proves nothing, so that another one is sent."""
         sent = self._unanswered + 1
         waited = N.busy * sent * (sent + 1) / 2
         if self._good or sent == N.several or waited >= max_outage:
@@ -211,18 +211,18 @@ class Health:
         return True
 
     def patient_seconds(self, now: float) -> float:
-        """Return the time limit of the one trial that continues beside the next ones."""
+        """Return the time limit of the trial that continues beside the next trials."""
         self._patience = 2 * max(self._patience, self.trial_seconds(now) or 0.0)
         return self._patience
 
     def trial_over(self) -> None:
-        """Record that the trial failed, or was withdrawn. It has no effect if the trial was answered."""
+        """Record that the trial failed or was withdrawn. Has no effect if the trial was answered."""
         if self.state == "on trial":
             self._become("down")
             self.up_at = -inf
 
     def what_was_tried(self, now: float, max_outage: float) -> str:
-        """Return the reason why the endpoint is given up, as a message."""
+        """Return the reason why the endpoint is given up: what was tried, as a message."""
         outage = f"{now - self.down_since:.0f} s and {self.trials} trials"
         if self.answered or self.reached:
             return f"the server was down for longer than max_outage, {max_outage:g} s: {outage}; {self.reason}"

@@ -101,7 +101,8 @@ class Numbers:
 
     @property
     def least_refused(self) -> float:
-        """How long a row is refused, alone, before it fails: rate limits count by the minute."""
+        """The shortest time for which a row is refused, while others are accepted, before it fails: rate limits count
+        by the minute."""
         return self.minute + self.control_pause
 
 

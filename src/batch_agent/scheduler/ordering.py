@@ -89,7 +89,7 @@ class TurnForecast:
         self.live_turns += self._turns_left[0]
 
     def go_on(self, progress: AgentForecast, turns: int, now: float) -> None:
-        """Record that the agent has taken ``turns`` and requests the next one. Repeats are ignored."""
+        """Record that the agent has taken ``turns`` turns and requests the next one. A repeated call has no effect."""
         if progress.answered_at is not None:
             self._rest_count += 1
             self._rest_seconds += now - progress.answered_at
@@ -154,7 +154,7 @@ class TurnForecast:
         return self._rest_seconds / self._rest_count if self._rest_count else 0.0
 
     def goes_on(self, turns: int) -> float:
-        """Return the probability that an agent that has taken ``turns`` takes another one."""
+        """Return the probability that an agent that has taken ``turns`` turns takes another one."""
         if not turns:
             return 1.0
         furthest = len(self._live) - 1
@@ -243,11 +243,12 @@ class Queue(Generic[Waiting]):
             del self.lines[turns]
 
     def first(self) -> Sequence[Waiting]:
-        """Return the interactive requests that wait, in their order."""
+        """Return the waiting interactive requests, in order."""
         return tuple(self.lines.get(FIRST, ()))
 
     def newest(self) -> Iterator[Waiting]:
-        """Return the newest turn for each number of turns taken. Turns that failed wait before new ones."""
+        """Yield, for each number of turns taken, the turn that joined the queue last. Turns that failed are in front of
+        new ones."""
         return (next(reversed(line)) for line in self.lines.values())
 
     def take(self, slots: int | None) -> Waiting:
@@ -435,7 +436,7 @@ class KvParts:
 
     @classmethod
     def of(cls, kvflow: bool | Literal["auto"]) -> Self:
-        """Return the parts that a value of the option ``kvflow`` enables."""
+        """Return the parts that a value of the option ``kvflow`` switches on."""
         return cls() if kvflow == "auto" else cls(*(5 * [kvflow]))
 
     @property
@@ -444,8 +445,9 @@ class KvParts:
 
 
 def pin_seconds(forecast: TurnForecast, turns: int) -> float:
-    """Return how long an engine should keep the context of an agent that has taken ``turns``; 0: no pin. An engine
-    evicts the least recently used context, and does not know that an agent in a tool wait will continue."""
+    """Return how many seconds an engine should keep the context of an agent that has taken ``turns`` turns; 0: no pin.
+    Without a pin, an engine evicts the least recently used context: it does not know that an agent in a tool wait will
+    continue."""
     if forecast.goes_on(turns + 1) < N.mostly:
         return 0.0
     wait = forecast.seconds_between_turns
@@ -498,8 +500,8 @@ class Streaming:
         return False
 
     def learn(self, gained: float, tokens: int, inflight: int) -> tuple[bool, str] | None:
-        """Learn from a complete streamed answer. ``gained``: seconds that its tools had run by then; ``inflight``:
-        turns in flight. Returns a new decision with its reason, or None if nothing changed."""
+        """Learn from a complete streamed answer. ``gained``: seconds that its tools had already run at its end.
+        ``inflight``: turns in flight. Returns a new decision with its reason, or None if the decision stays."""
         if self._pays is False:  # it was sent before streaming stopped
             return None
         self._answers += 1

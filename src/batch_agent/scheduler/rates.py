@@ -47,7 +47,7 @@ class RateWindow:
         self._taken = 0  # sum of ``_since``
 
     def allot(self, share: int | None) -> None:
-        """Set the part of the user's limit that this process may use; None: all of it."""
+        """Set the part of the user's limit that this process may use; None means the whole limit."""
         self.share = share
 
     def used(self, now: float) -> int:
@@ -143,11 +143,12 @@ class RateWindow:
             self._taken += more
 
     def learn(self, allowance: Allowance, sent: Departure | None, on_its_way: int, now: float) -> None:
-        """Learn the provider's report in the answer to a request. ``sent`` None: it left before requests were counted,
-        so all requests in flight (``on_its_way``) may have left after it.
+        """Learn from the provider's report in the answer to request number ``sent``. None: the request left before
+        requests were counted, so that all requests in flight (``on_its_way``) may have left after it.
 
-        Requests that left together arrive in any order, so a report may not include requests that left shortly
-        before. Of the reports of such requests the smallest remainder includes all that have reported."""
+        Requests that left together arrive in any order, so a report may not include requests that left shortly before.
+        Among the reports of such requests, the one with the smallest remainder includes all of them that have reported.
+        """
         if allowance.limit is not None:
             self._full = allowance.limit
         if allowance.remaining is None:
@@ -196,9 +197,9 @@ DOUBTED = 1 / 4  # the same until a refusal has confirmed it, after one more req
 
 
 class LearntRate:
-    """The requests per minute that a provider takes without saying so. ``limit`` is None until it is known. It is in
-    doubt until a request beyond it was refused: an outage looks the same. After that it is raised a little after a
-    minute at the limit. A refusal lowers it to what the provider took."""
+    """The limit of requests per minute of a provider that does not state it. ``limit`` is None until it is known. It is
+    in doubt until a request beyond it was refused, because an outage looks the same. After that it is raised a little
+    after each minute at the limit, and a refusal lowers it to what the provider accepted."""
 
     def __init__(self) -> None:
         self.limit: int | None = None
@@ -211,7 +212,7 @@ class LearntRate:
         self._leave.append(now + MINUTE + SLACK)
 
     def refused(self) -> None:
-        """Remove a request from the count that was refused."""
+        """Remove a refused request from the count."""
         if self._leave:
             self._leave.pop()
 
@@ -221,16 +222,17 @@ class LearntRate:
         return len(self._leave)
 
     def dry_up(self, answers: int, seconds: float, now: float) -> bool:
-        """Estimate the limit when the provider begins to refuse every request: what it has taken in a minute. If
-        requests were not counted so far, these are ``answers`` to requests that were sent within ``seconds``. Returns
-        False if they are too few to tell."""
+        """Estimate the limit when the provider begins to refuse every request: it is the number that the provider
+        accepted in a minute. If requests were not counted so far, ``answers`` is their number, for requests sent within
+        ``seconds``. Returns False if they are too few for an estimate."""
         counted = self.used(now)
         self._estimate, self._spread = counted or answers, 0.0 if counted else seconds
         return self._estimate >= N.learnt  # a server that takes fewer may be full of others' requests
 
     def learn(self, free_at: float) -> None:
-        """Take the estimate as the limit: the provider has refused everything for a while, and takes requests again
-        from ``free_at`` on. If it counts in any minute, it takes them as slowly as it took those before."""
+        """Use the estimate as the limit: the provider has refused everything for a while, and accepts requests again
+        from ``free_at`` on. If the provider counts in sliding minutes, it accepts requests again only as slowly as it
+        did before."""
         self.limit, self._estimate = self._estimate or self.limit, 0
         self._doubted, self._raised_by = True, 0.0
         # Before that the count has requests that the provider may have forgotten.
@@ -241,8 +243,9 @@ class LearntRate:
             self._leave.extend(free_at + SLACK + pace * number for number in range(self.limit))
 
     def is_spent(self, sent_at: float, now: float, *, certain: bool = True) -> bool:
-        """Return whether a refusal means that the limit is used up. Then lower it to what was taken. If it is not
-        ``certain``, because as many requests were in flight as the server takes at once, it confirms nothing."""
+        """Return whether a refusal means that the limit is used up. The limit is then lowered to what was accepted.
+        ``certain``: False if as many requests were in flight as the server accepts at once; then the refusal confirms
+        nothing."""
         used = self.used(now)
         if self.limit is None or used < N.full * self.limit:
             return False
@@ -267,8 +270,8 @@ class LearntRate:
 
 
 class Departure(NamedTuple):
-    """The number of a request in sending order, and when it left. Requests up to ``arrived`` left at least ``SLACK``
-    seconds earlier, and arrive first."""
+    """When a request left, and its number in the order of sending. Requests with numbers up to ``arrived`` left at
+    least ``SLACK`` seconds earlier, and so arrive first."""
 
     number: int
     arrived: int
@@ -277,7 +280,7 @@ class Departure(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """What one request reserved: its expected usage, its limits, and when it left."""
+    """The reservation of one request: its expected usage, its limits, and when it left."""
 
     expected: Usage
     sent: Departure
@@ -304,14 +307,14 @@ class Rates:
         self.learnt: LearntRate | None = None  # once a provider has refused every request
 
     def is_spent(self, sent_at: float, now: float, *, certain: bool) -> bool:
-        """Return whether a refused request shows that the learnt limit is used up. It is not counted any more."""
+        """Return whether a refused request shows that the learnt limit is used up. The request is no longer counted."""
         if self.learnt is None:
             return False
         self.learnt.refused()
         return self.learnt.is_spent(sent_at, now, certain=certain)
 
     def limit(self, rpm: int | None, tpm: int | None) -> None:
-        """Set or remove the user's limits per minute. The usage of the last minute still counts."""
+        """Set the user's limits per minute; None removes one. The usage of the last minute still counts."""
         for kind, limit in (("requests", rpm), ("tokens", tpm)):
             if limit is not None or kind in self._windows:
                 self._windows.setdefault(kind, RateWindow()).limit = limit
@@ -322,7 +325,7 @@ class Rates:
         return {kind: window for kind, window in self._windows.items() if window.limit is not None}
 
     def expected(self, kind: str) -> int:
-        """Return what a request like the latest uses of a window."""
+        """Return how much of a window a request is expected to use: as much as the latest request."""
         return max(1, _amount(kind, self._expected, 1))
 
     def fill(self, until: float) -> None:
@@ -335,7 +338,7 @@ class Rates:
         return len(self._windows) > ("requests" in self._windows)
 
     def free_at(self, now: float) -> float:
-        """Return when a request like the latest may be sent; ``now`` or earlier means at once."""
+        """Return when a request with the usage of the latest one may be sent; ``now`` or earlier means at once."""
         learnt = now if self.learnt is None else self.learnt.free_at(now)
         return max(learnt, self._free_at(self._expected, now, 1))
 
@@ -345,7 +348,7 @@ class Rates:
         return max(windows, default=now)
 
     def begin(self, now: float) -> Reservation:
-        """Count a request that has its slot. Its usage is assumed to equal that of the latest."""
+        """Count a request that has its slot. Its usage is assumed to be that of the latest request."""
         sent = self._depart(now)
         self._count(sent.number, now)
         if self.learnt is not None:
@@ -353,7 +356,7 @@ class Rates:
         return self._reserve(self._expected, sent)
 
     def _depart(self, now: float) -> Departure:
-        """Return the next number."""
+        """Return the departure of a request that leaves now."""
         self._number += 1
         while self._leaving and self._leaving[0][0] <= now - SLACK:
             self._arrived = self._leaving.popleft()[1]
@@ -361,7 +364,8 @@ class Rates:
         return Departure(self._number, self._arrived, now)
 
     def count_again(self, reservation: Reservation, now: float) -> None:
-        """Count a request again that leaves later than it was counted: twice is safer than too early."""
+        """Count a request again because it leaves later than it was counted. Counting it twice is safer than counting
+        it too early."""
         self._count(reservation.number, now)
 
     def _count(self, number: int, now: float) -> None:
@@ -382,8 +386,8 @@ class Rates:
         return Reservation(NOTHING, reservation.sent, reservation.kinds)
 
     def reserve(self, reservation: Reservation, expected: Usage, now: float) -> Reservation | None:
-        """Reserve the expected usage of a request without reservations. Returns None if it must wait until ``free_at``,
-        or until others are settled. Else it leaves now, with the next number."""
+        """Reserve the expected usage of a request that has no reservation, and return it with the next number: the
+        request leaves now. Returns None if it must wait until ``free_at``, or until others are settled."""
         self._expected = expected
         if self._free_at(expected, now, 0) > now:
             return None
@@ -439,6 +443,6 @@ def is_spent(quota: Quota | None) -> bool:
 
 
 def _is_soon(allowance: Allowance) -> bool:
-    """Return whether the limit resets soon. If not, as with a spent limit per day, the request fails and users see the
-    server's message."""
+    """Return whether the limit resets soon. If it does not, as with a spent limit per day, the request fails and the
+    user sees the server's message."""
     return allowance.resets_in is None or allowance.resets_in <= LONGEST_RETRY_AFTER

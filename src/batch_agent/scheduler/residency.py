@@ -17,7 +17,7 @@ PLACES = 2 * MOST  # in the order of use, before they are numbered again
 
 
 class _Sums:
-    """Sums of numbers by place (a Fenwick tree)."""
+    """Sums of numbers by position (a Fenwick tree)."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -98,8 +98,8 @@ class Residency:
         return self._sizes.total - self._sizes.before(place) + self._in_flight.before(place)
 
     def certain_distance(self, progress: AgentForecast) -> int:
-        """Return ``distance`` without the contexts of requests in flight: those that are surely newer in the cache. A
-        request in flight may wait in the engine's queue."""
+        """Return the ``distance`` that is certain: without the contexts of requests in flight, which may still wait in
+        the engine's queue."""
         context = self._contexts.get(progress)
         if context is None:
             return 0

@@ -53,7 +53,7 @@ class PrefixCost:
 
 
 class Standing:
-    """The state of one endpoint when the router last saw it."""
+    """The state of one endpoint when the router last updated it."""
 
     __slots__ = ("kind", "number", "seed", "slots", "spare", "works")
 
@@ -182,7 +182,7 @@ class Router:
         return None if found is None else found[2]
 
     def other(self, avoid: Set[Endpoint], model: str, tokens: int) -> Endpoint | None:
-        """Return the working endpoint outside ``avoid`` that will have a slot soonest, or None."""
+        """Return the working endpoint outside ``avoid`` that will have a free slot soonest; None if there is none."""
         kinds = self._fitting(model, tokens)
         others = [each for each, standing in self._standing.items() if standing.works and standing.kind in kinds]
         return min((each for each in others if each not in avoid), key=lambda each: self.wait(each, 0), default=None)
@@ -224,7 +224,7 @@ class Router:
         self._standing[endpoint].number = 0
 
     def rest(self, endpoint: Endpoint, turns_left: float) -> None:
-        """Stop using an endpoint that is too slow for the turns left, until there are more."""
+        """Stop using an endpoint that is too slow for the number of turns left, until there are more turns."""
         self.hide(endpoint)
         self._resting.append(endpoint)
         self._rested_at = max(self._rested_at, turns_left)
@@ -269,7 +269,8 @@ class Router:
         return standing.works and standing.spare > 0 and standing.number > 0
 
     def seconds(self, endpoint: Endpoint) -> float:
-        """Return the seconds per turn of the endpoint; if unknown, the mean of all or the longest vain wait."""
+        """Return the seconds per turn of the endpoint. If they are unknown, the mean of all endpoints, or the longest
+        wait without an answer."""
         return endpoint.server.seconds or max(self.usual, endpoint.server.unanswered)
 
     def wait(self, endpoint: Endpoint, ahead: int) -> float:
@@ -278,7 +279,7 @@ class Router:
         return (ahead + 1) * self.seconds(endpoint) / limit
 
     def is_slow_for(self, endpoint: Endpoint, turns_left: float, slots: float) -> bool:
-        """Return whether the rest of the batch will finish sooner without it."""
+        """Return whether the rest of the batch will end sooner without this endpoint."""
         seconds = endpoint.server.seconds or endpoint.server.unanswered
         return seconds > SLOW * self.usual and seconds > self.usual * (1 + turns_left / max(1.0, slots))
 

@@ -28,9 +28,9 @@ UNSURE = 0.5  # standard deviation of the mean, as a part of it, after the first
 
 
 class StageRows:
-    """The rows of one stage. ``guess`` is the expected cost of a row before one has ended. ``waiting`` returns the
-    number of rows that the stages before have made for it and that have not started. ``patient``: answers take hours,
-    so that the rows of one wave cannot wait for what those of another cost."""
+    """The rows of one stage. ``guess`` is the expected cost of a row before any row has ended. ``waiting`` returns the
+    number of rows that earlier stages have made for this one and that have not started. ``patient``: answers take
+    hours, so that the rows of a wave cannot wait until the cost of other rows is known."""
 
     def __init__(self) -> None:
         self.guess = 0.0
@@ -52,7 +52,7 @@ class StageRows:
         return len(self._live)
 
     def begin(self, row: int, before: float) -> None:
-        """A row has started. ``before`` is what it has cost in earlier sessions."""
+        """Record that a row has started. ``before`` is its cost in earlier sessions."""
         self.started += row not in self._live
         self._live[row] = max(before, self._live.get(row, 0.0))
         self._curve = None
@@ -64,7 +64,8 @@ class StageRows:
             self._curve = None
 
     def end(self, row: int, *, counts: bool) -> None:
-        """A row has ended. ``counts``: it came to its end, so that others may be expected to cost as much."""
+        """Record that a row has ended. ``counts``: it ended regularly, so that others may be expected to cost as
+        much."""
         cost, self._curve = self._live.pop(row, None), None
         if cost is None or not counts:
             return
@@ -84,11 +85,13 @@ class StageRows:
 
     @property
     def costs(self) -> tuple[float, float, float]:
-        """The number of rows that ended here, and the sum of what they cost and of its square."""
+        """Three numbers about the rows that ended here: how many, the sum of their costs, and the sum of the squares of
+        their costs."""
         return float(self.ended), self._sum, self._squares
 
     def learn(self, costs: Iterable[tuple[float, float, float]]) -> None:
-        """Learn what the rows of other workers cost. A worker that has left is still known until others know more."""
+        """Learn the costs of rows of other workers. The costs from a worker that has left are kept until others report
+        more rows."""
         known = list(costs)
         ended, total, squares = (sum(each[place] for each in known) for place in range(3))
         if ended >= self.elsewhere[0]:
@@ -96,7 +99,7 @@ class StageRows:
 
     @property
     def known(self) -> float:
-        """The number of rows that have ended, here and elsewhere."""
+        """The number of rows that have ended, here and at other workers."""
         return self.ended + self.elsewhere[0]
 
     @property
@@ -109,13 +112,14 @@ class StageRows:
 
     @property
     def _caution(self) -> float:
-        """A factor for the costs of the rows that ended, which the estimate raises while most rows still run."""
+        """A factor for the costs of the rows that ended. The estimate made before the first row raises it while most
+        rows still run."""
         mean, weight = self.curve.mean, TRUSTED * len(self._live) / (len(self._live) + self.ended)
         return 1 + max(0.0, self.guess / mean - 1) * weight / (self.ended + weight) if mean else 1.0
 
     @property
     def variance(self) -> float:
-        """The square of what the cost of one row differs by from that of others."""
+        """The variance of the cost of a row."""
         if not self.known:
             return 0.0
         mean = (self._sum + self.elsewhere[1]) / self.known
@@ -123,30 +127,30 @@ class StageRows:
 
     @property
     def doubt(self) -> float:
-        """The error that the expected cost itself has, which is that of all rows together."""
+        """The error of the expected cost, over all rows together."""
         if not self.known:
             return 0.0
         return math.sqrt(self.variance / self.known + (UNSURE * self.mean / self.known) ** 2)
 
     def rest(self, spent: float) -> float:
-        """Return what a row will still cost that has cost ``spent``."""
+        """Return what a row that has cost ``spent`` is expected to cost until its end."""
         return self.curve.rest(spent) if self.ended else max(self.mean - spent, GROWS * spent)
 
     @property
     def needed(self) -> float:
-        """What the running rows will still cost."""
+        """The expected cost of the running rows until their ends."""
         return sum(map(self.rest, self._live.values())) * (self._caution if self.ended else 1.0)
 
     @property
     def most(self) -> float:
-        """An upper estimate of what a row costs, which is quick."""
+        """An upper estimate of the cost of a row, which is fast to compute."""
         return 2 * max(self._dearest, self.guess, self._sum / self.ended if self.ended else 0.0)
 
 
 class _Curve:
-    """The probability that a row costs more than an amount (the Kaplan-Meier estimate): the first rows that end are
-    those that cost least, so running rows count with what they have cost so far. If a running row has cost more than
-    all that ended, the rest is taken to end at the mean rate of all."""
+    """The probability that a row costs more than an amount (the Kaplan-Meier estimate). The first rows that end are the
+    cheapest ones, so running rows count with what they have cost so far. If a running row has cost more than all rows
+    that ended, it is assumed that rows end at the mean rate of all from there on."""
 
     def __init__(self, ended: Sequence[float], live: Sequence[float]) -> None:
         self._costs: list[float] = []
@@ -182,7 +186,7 @@ class _Curve:
 
 
 class RowBudget:
-    """``spent`` is the part of the budget that is spent, by all workers and sessions."""
+    """``spent``: the part of the budget that all workers and sessions have spent."""
 
     def __init__(self) -> None:
         self._stages: dict[str, StageRows] = {}  # in the order of the pipeline; "" is a plain run
@@ -195,21 +199,21 @@ class RowBudget:
         self._asked = False  # and whether a row waited for it while none ran
 
     def stage(self, name: str, run: str = "") -> StageRows:
-        """Return the rows of a stage, which are those of this run from now on."""
+        """Return the rows of a stage. From now on they are the rows of ``run``."""
         stage = self._stages.setdefault(name, StageRows())
         if run:
             self._runs[run] = stage
         return stage
 
     def stage_of(self, run: str) -> StageRows:
-        """Return the rows of a run. A run that contains the stages has none of its own."""
+        """Return the rows of a run. A run that contains the stages has no rows of its own."""
         if run not in self._runs and self._stages:
             return StageRows()
         return self._runs.get(run) or self.stage("", run)
 
     def pay(self, run: str, row: int, part: float, surplus: float) -> None:
-        """A call of a row took a part of the budget. Its reservation, had it been sent alone, exceeds that by
-        ``surplus``."""
+        """Record that a call of a row cost a part of the budget. The reservation of the call, if it had been sent
+        alone, would have exceeded that by ``surplus``."""
         if (stage := self._runs.get(run)) is not None:
             stage.pay(row, part)
         self._latest_surplus = surplus
@@ -223,20 +227,20 @@ class RowBudget:
         return next(reversed(self._stages.values())) is stage
 
     def is_idle(self, stage: StageRows) -> bool:
-        """Return whether no row runs, or is about to start in a later stage."""
+        """Return whether no row runs in any stage, and none is about to start in a later stage."""
         stages = list(self._stages.values())
         later = stages[stages.index(stage) + 1 :]
         moving = any(each.live or each.moving for each in stages)
         return not moving and not any(each.gated or each.waiting() for each in later)
 
     def cost(self, stage: StageRows) -> float:
-        """Return the expected cost of a row from the begin of the stage to the end of the last one."""
+        """Return the expected cost of a row from the beginning of this stage to the end of the last one."""
         means, _ = self._to_the_end(stage)
         return means[0]
 
     def _to_the_end(self, stage: StageRows) -> tuple[list[float], list[float]]:
-        """Return, of this stage and of each later one, the expected cost of a row from its begin to the end of the
-        pipeline, and the error of that."""
+        """Return two lists over this stage and each later one: the expected cost of a row from the beginning of the
+        stage to the end of the pipeline, and the error of that cost."""
         stages = list(self._stages.values())
         later = stages[stages.index(stage) :]
         means, doubts = [later[-1].mean], [later[-1].doubt]
@@ -248,9 +252,9 @@ class RowBudget:
         return means[::-1], doubts[::-1]
 
     def fits(self, stage: StageRows, spent: float, before: float = 0.0) -> bool:
-        """Return whether the budget pays for another row of the stage to its end, beside those that have started.
-        ``spent``: part of the budget that is spent; of an allowance, since it was claimed. ``before`` is what the row
-        has cost in earlier sessions."""
+        """Return whether the budget pays for another row of the stage until its end, in addition to the rows that have
+        started. ``spent``: the part of the budget that is spent; with an allowance, what was spent since the allowance
+        was claimed. ``before``: the cost of the row in earlier sessions."""
         shared = self.allowance is not None
         most, live = self.limit(stage) if self.allowance is None else self.allowance, self.live
         if shared and stage is not self._first:
@@ -265,17 +269,18 @@ class RowBudget:
         return spent + committed + own + margin <= most + 1e-9
 
     def is_known(self, stage: StageRows) -> bool:
-        """Return whether a row has come from this stage to the end of the last one."""
+        """Return whether a row has gone from this stage to the end of the last one."""
         stages = list(self._stages.values())
         return all(each.known for each in stages[stages.index(stage) :])
 
     def limit(self, stage: StageRows) -> float:
-        """Return the part of the budget that rows may take together."""
+        """Return the part of the budget that all rows together may use."""
         return 1.0 if stage.patient or self.is_known(stage) else UNKNOWN
 
     def _committed(self, stage: StageRows) -> tuple[float, float, float]:
-        """Return what the rows that have started will still cost, a margin for the error of that and of another row of
-        the stage, and the expected cost of that row to the end of the last stage."""
+        """Return three amounts: what the rows that have started are expected to cost until their ends; a margin for the
+        error of that and of one more row of the stage; and the expected cost of that row to the end of the last
+        stage."""
         stages = list(self._stages.values())
         means, doubts = self._to_the_end(stage)
         committed, variance, doubt = sum(each.needed for each in stages), stage.variance, 0.0
@@ -299,8 +304,8 @@ class RowBudget:
         return self._stages
 
     def claim(self, spent: float) -> tuple[float, float, float, float]:
-        """Return the limit of what the rows of all workers may still cost, what this worker holds and wants of that,
-        and the least that is of use."""
+        """Return four amounts: the limit for what the rows of all workers may still cost, the part of it that this
+        worker holds, the part that it wants, and the smallest useful part."""
         if not self._stages:  # it has not begun
             return 1.0 - spent, 0.0, 0.0, 0.0
         first = self._first
@@ -313,9 +318,10 @@ class RowBudget:
         return limit, max(committed, self.allowance or 0.0), limit, committed + cost + (0.0 if self.live else margin)
 
     def granted(self, allowance: float) -> None:
-        """What the rows of this worker may still cost from now on."""
+        """Set what the rows of this worker may still cost."""
         self.allowance, self.decided = allowance, False
 
     def decide(self, *, others_hold: bool) -> None:
-        """No more will be granted to a row that waits, unless ``others_hold``: other workers may give some back."""
+        """Decide about a row that waits: no more will be granted to it, unless ``others_hold``, because other workers
+        may return some."""
         self.decided = self._asked and not others_hold

@@ -32,7 +32,7 @@ class KnownServers:
 @dataclass(frozen=True, slots=True)
 class Standby:
     """A server that answers with its own ``model`` while no other server works. ``prices`` are those of this model;
-    None: unknown."""
+    None if they are unknown."""
 
     model: str
     prices: Prices | None = None
@@ -43,8 +43,8 @@ def _never() -> bool:
 
 
 class Endpoint:
-    """``is_hungry`` returns whether its dispatcher waits for a slot. ``on_change`` is called when another dispatcher
-    has changed the state of the server."""
+    """One server as one dispatcher uses it. ``is_hungry`` returns whether the dispatcher waits for a slot.
+    ``on_change`` is called when another dispatcher has changed the state of the server."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Endpoint:
                 other.on_change(other)
 
     def has_slot(self, now: float) -> bool:
-        """Return whether a request may be sent to it now."""
+        """Return whether a request may be sent to the endpoint now."""
         server = self.server
         if not self.is_usable or now < server.held_until:
             return False
@@ -90,7 +90,7 @@ class Endpoint:
         return state != "on trial" and not self.health.in_doubt and (share is None or self.inflight < share)
 
     def takes_control(self, now: float) -> bool:
-        """Return whether a control request may be sent to it now."""
+        """Return whether a control request may be sent to the endpoint now."""
         server, health = self.server, self.health
         if not self.is_usable or now < server.held_until or health.state == "on trial":
             return False

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """What a dispatcher knows beside the server when an event happens."""
+    """What a dispatcher knows, apart from the server, when an event happens."""
 
     others_work: bool = False  # another server works that could take its rows
     few_rows: bool = False  # too few are left to tell a bad row from a bad server
@@ -42,7 +42,7 @@ class Answered(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """``beside``: a request of another row is in flight there whose failure may follow."""
+    """A request failed. ``beside``: a request of another row is in flight at the server, and may fail next."""
 
     slot: Slot
     error: BackendError
@@ -55,11 +55,12 @@ class Reading(NamedTuple):
 
 
 class ReadingLost(NamedTuple):
-    """The server does not report its load any more."""
+    """The server no longer reports its load."""
 
 
 class ProbeEnded(NamedTuple):
-    """``reason``: why it is down or unknown. ``trusted``: a probe alone ends an outage."""
+    """A probe ended. ``reason``: why the server is down or its state unknown. ``trusted``: a probe alone ends an
+    outage."""
 
     state: Literal["up", "down", "unknown"]
     reason: str
@@ -74,8 +75,9 @@ class Unasked(NamedTuple):
 
 
 class Tick(NamedTuple):
-    """Something may be due. ``heard``: when a piece of an answer last arrived. ``patient``: the trial that may continue
-    beside later ones. ``second``: a request was sent beside another one, and may be recalled."""
+    """Time has passed, and something may be due. ``heard``: when a piece of an answer last arrived. ``patient``: the
+    trial that may continue beside later ones. ``second``: a request was sent beside another one, and may be
+    recalled."""
 
     around: Around
     inflight: int
@@ -89,7 +91,7 @@ ServerEvent = Sent | Answered | Failed | Reading | ReadingLost | ProbeEnded | Un
 
 
 class Judged(NamedTuple):
-    """Whose fault a failed attempt is; ``scope``: whom a denial concerns."""
+    """The verdict on a failed attempt: who is at fault. ``scope``: which rows a denial concerns."""
 
     attempt: Attempt
     verdict: Verdict
@@ -106,7 +108,7 @@ class SendProbe(NamedTuple): ...
 
 
 class Control(NamedTuple):
-    """Send a control request. ``again``: after the one that fails now, in its place."""
+    """Send a control request. ``again``: in place of the one that fails now."""
 
     again: bool = False
 
@@ -115,7 +117,7 @@ class WentDown(NamedTuple): ...
 
 
 class CameUp(NamedTuple):
-    """``was_slow``: it has the requests that were sent before it seemed down."""
+    """The server is up again. ``was_slow``: it still has the requests that were sent before it seemed down."""
 
     was_slow: bool = False
 
@@ -125,11 +127,12 @@ class TrialEnded(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """The next row may be its trial."""
+    """The next row may be the trial of the server."""
 
 
 class Recall(NamedTuple):
-    """Cancel requests in flight: all, the oldest from before the outage, or one to make room; ``once``: none twice."""
+    """Cancel requests in flight: all, the oldest from before the outage, or one to make room. ``once``: none that was
+    cancelled before."""
 
     which: Literal["all", "oldest", "room"]
     once: bool = False
@@ -141,7 +144,7 @@ class GiveUp(NamedTuple):
 
 
 class Wake(NamedTuple):
-    """Look again at who waits for it."""
+    """Check again the requests that wait for the server."""
 
 
 Effect = Judged | Limit | SendProbe | Control | WentDown | CameUp | TrialEnded | Ready | Recall | GiveUp | Wake

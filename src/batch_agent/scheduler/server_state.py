@@ -84,8 +84,8 @@ WAKE, PROBE, CONTROL = Wake(), SendProbe(), Control()
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a dispatcher knows about a server before its first request. ``start`` is where the search for the number of
-    requests in flight begins; None if the number is known, and is ``ceiling``."""
+    """What a dispatcher states about a server before its first request. ``start``: where the search for the limit of
+    requests in flight begins; None if the limit is known, and is ``ceiling``."""
 
     ceiling: int | None = None
     start: int | None = None
@@ -160,7 +160,7 @@ class ServerState:
     # Its dispatchers
 
     def lent_to(self, thread: int) -> ServerState:
-        """Return this server; if dispatchers of another thread use it now, a new object for the same server. A
+        """Return this server; or, if dispatchers of another thread use it now, a new object for the same server. A
         dispatcher can only be woken in its own thread."""
         if self.endpoints and self._thread != thread:
             weight, models, context, most = self.weight, self.models, self.context, self.default_inflight
@@ -184,8 +184,8 @@ class ServerState:
             self._set_ceiling()
 
     def _set_ceiling(self) -> None:
-        """Search the number of requests in flight if a dispatcher has none. What is found stays when others join or
-        leave. Without a search it is the sum of all dispatchers: each bounds its own requests."""
+        """Set the limit of requests in flight. If a dispatcher has none, it is searched, and what is found stays when
+        others join or leave. Otherwise it is the sum over all dispatchers: each bounds its own requests."""
         searching = next((terms for terms in self._terms if terms.start is not None), None)
         if searching is None:
             ceilings = [terms.ceiling for terms in self._terms]
@@ -209,7 +209,7 @@ class ServerState:
             self.rates.limit(rpm, tpm)
 
     def share(self, endpoint: Endpoint) -> int | None:
-        """Return the most requests that one dispatcher may have in flight now; None: no limit."""
+        """Return the most requests that one dispatcher may have in flight now; None for no limit."""
         limit, allotted = self.capacity.limit, endpoint.allotted
         if limit is not None and len(self.endpoints) > 1:
             hungry = sum(other.is_hungry() for other in self.endpoints if other is not endpoint)
@@ -222,11 +222,11 @@ class ServerState:
     # Conclusions and their reasons
 
     def why(self) -> list[Reason]:
-        """Return why it is down, held back or limited, and why its cache has its size: rule, evidence, since when."""
+        """Return why the server is down, held back or limited, and why its cache has its size."""
         return list(self.reasons.values())
 
     def rule_of(self, about: About) -> str:
-        """Return the rule of a conclusion that holds, or an empty text."""
+        """Return the rule of a conclusion that holds now, or ""."""
         return reason.rule if (reason := self.reasons.get(about)) is not None else ""
 
     def _conclude(self, about: About, rule: str, evidence: str, now: float) -> None:
@@ -238,7 +238,7 @@ class ServerState:
         self.reasons[about] = Reason(about, rule, evidence, now)
 
     def _end(self, about: About) -> None:
-        """A conclusion does not hold any more."""
+        """End a conclusion that no longer holds."""
         if (ended := self.reasons.pop(about, None)) is not None:
             self.past.append(ended)
 
@@ -269,7 +269,7 @@ class ServerState:
     # Events
 
     def on(self, event: ServerEvent, now: float) -> Effects:
-        """Learn from an event, and return what is to be done."""
+        """Learn from an event, and return the effects that the dispatcher must carry out."""
         if type(event) is Answered:
             return self._answered(event, now)
         effects: Effects = []
@@ -347,7 +347,7 @@ class ServerState:
         self.answered_at = now
 
     def _is_alive(self, slot: Slot, seconds: float, now: float, effects: Effects) -> None:
-        """Learn from an answer, or a refusal that only a working server can send."""
+        """Learn from an answer, or from a refusal that only a working server can send."""
         health = self.health
         learnt = None if self.rates is None else self.rates.learnt
         lasted = slot.sent_at - health.down_since
@@ -402,7 +402,7 @@ class ServerState:
         effects.append(Judged(attempt, verdict, self._scope(event, now, effects)))
 
     def _outcome(self, slot: Slot, error: BackendError, patience: float, now: float, effects: Effects) -> Outcome:
-        """Return how the attempt ended; no other place decides it. ``recalled``: neither side is at fault."""
+        """Return how the attempt ended; no other place decides this. ``recalled``: neither side is at fault."""
         outcome, health, control = outcome_of(error), self.health, slot.ticket.control
         if slot.recalled:
             return "recalled"
@@ -479,8 +479,8 @@ class ServerState:
     def _go_down(
         self, rule: str, evidence: str, now: float, effects: Effects, *, silent: bool = False, denied: bool = False
     ) -> None:
-        """``silent``: it may only be slow; any answer shows that it works. ``denied``: it denies every row, which says
-        nothing about how many requests it takes afterwards."""
+        """Let the server count as down. ``silent``: it may only be slow; any answer shows that it works. ``denied``: it
+        denies every row, which says nothing about how many requests it accepts afterwards."""
         health = self.health
         health.reason = evidence
         health.go_down(now, silent=silent)
@@ -517,8 +517,8 @@ class ServerState:
     # Denials
 
     def _scope(self, event: Failed, now: float, effects: Effects) -> Scope:
-        """Return which rows a denial concerns; ``confirm`` means: send the request again. If it concerns all, the
-        server counts as down: it may deny rows only for a while, as a gateway does while it restarts."""
+        """Return which rows a denial concerns; ``confirm`` means that the request is sent again. If it concerns all
+        rows, the server counts as down: it may deny rows only for a while, as a gateway does while it restarts."""
         slot, error, around, _ = event
         if not isinstance(error, Rejected) or isinstance(error, ContextOverflow):
             return "row"
@@ -534,8 +534,9 @@ class ServerState:
         return scope
 
     def _is_still_denied(self, event: Failed, now: float, effects: Effects) -> None:
-        """Apply a denial of a server that denies every row. If no other one works, it is given up after a while; if it
-        has never given a good answer, at the second denial while it has no other request in flight."""
+        """Apply a denial of a server that denies every row. If no other server works, it is given up after a while. If
+        it has never given a good answer, it is given up at the second denial while no other request is in flight
+        there."""
         slot, error, around, _ = event
         health = self.health
         health.reason, health.heard = str(error), now
@@ -553,8 +554,9 @@ class ServerState:
         return error.overload and (error.retry_after or 0.0) > min(N.minute, patience) and may_work
 
     def _is_confirmed(self, slot: Slot, around: Around, now: float) -> bool:
-        """Return whether a long wait concerns all rows: another row was asked for it, with no answer since the first.
-        A control request is another row; if none can be sent, the same row will do."""
+        """Return whether a long wait concerns all rows: the server has asked another row for it too, without an answer
+        since the first. A control request counts as another row. If none can be sent, a second refusal of the same row
+        is enough."""
         row = slot.ticket.row
         if self.excessive is None:
             self.excessive = row, now
@@ -607,7 +609,7 @@ class ServerState:
             effects.append(GiveUp("unreachable", why))
 
     def _asked_to_wait(self, slot: Slot, error: BackendError, wait: float, now: float, effects: Effects) -> None:
-        """Send nothing for the time that the server asks for. A long one is an outage, which is tried again sooner."""
+        """Send nothing for the time that the server asks for. A long time is an outage, with trials in between."""
         one = self.inflight > 1 and (self.capacity.tolerates or wait > N.short_wait)
         if is_long := wait > N.longest_hold:
             if not self.health.is_down:
@@ -622,8 +624,8 @@ class ServerState:
         effects.append(WAKE)
 
     def _dry_up(self, now: float, wait: float = 0.0) -> bool:
-        """Record that the server refuses every request. ``wait``: for how long, if it says so. Returns whether its rate
-        limit may be used up. The request that was refused is in flight."""
+        """Record that the server refuses every request. ``wait``: for how long, if the server says so. Returns whether
+        its rate limit may be used up. The refused request still counts as in flight."""
         if self.rates is None:
             self.rates = Rates()
         learnt = self.rates.learnt = self.rates.learnt or LearntRate()
@@ -653,8 +655,9 @@ class ServerState:
             self._try_next(around, effects)
 
     def _try_next(self, around: Around, effects: Effects) -> None:
-        """Make the next row the trial. If all rows have failed, every other trial is a control request: no row can show
-        that it is back if all are bad. So is each while no row waits but suspects, and each before the first reply."""
+        """Let the next row be the trial. If all rows have failed, every other trial is a control request: if all rows
+        are bad, no row can show that the server is back. The trial is also a control request while only suspects wait,
+        and before the server's first reply."""
         health = self.health
         health.trial_over()
         health.ready = True
@@ -707,14 +710,15 @@ class ServerState:
             effects.append(Recall("oldest", once=True))
 
     def _silent_at(self, silence: float) -> float:
-        """Return when it counts as silent, by its own answers; if too few, by those of the other servers."""
+        """Return when the server is silent by its own answers; if these are too few, by those of others."""
         if self.health.is_learnt or self.health.patient or silence == inf:
             return self.health.silent_at
         return max(self.health.heard + silence, self.health.cold_until)
 
     def due(self, inflight: int, patience: tuple[float, float], silence: float, now: float) -> float:
-        """Return when a dispatcher with ``inflight`` requests here wants the next Tick. ``patience``: its own, and that
-        before anything was heard of the server; ``silence``: what the other servers allow."""
+        """Return when a dispatcher with ``inflight`` requests here needs the next Tick. ``patience``: the dispatcher's
+        patience, and its patience before the server's first reply. ``silence``: how long the other servers allow
+        silence."""
         health = self.health
         free_at = inf if self.rates is None else self.rates.free_at(now)
         if health.state == "on trial":
@@ -755,7 +759,7 @@ class ServerState:
             self._look_into(event, now, effects)
 
     def _look_into(self, event: Tick, now: float, effects: Effects) -> None:
-        """Find out why nothing arrives. A stream that sends is an answer on its way."""
+        """Find out why nothing arrives. A stream that sends counts as an answer on its way."""
         around, health, self._look_at = event.around, self.health, inf
         if event.heard > health.heard:
             health.heard = event.heard
@@ -780,7 +784,7 @@ class ServerState:
                     effects.append(Recall("room"))
 
     def _may_be_slow_rows(self, event: Tick) -> bool:
-        """Return whether the few requests in flight may be rows that take long, and a control request can tell."""
+        """Return whether the few requests in flight may be rows that take long, and a control request can show it."""
         around = event.around
         few = self.inflight <= N.few or not (around.wants_slot or around.has_untested)
         has_slot = not around.is_full or not self.health.sounded or event.second
