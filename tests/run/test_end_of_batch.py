@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,6 @@ from batch_agent import BatchAgent, Tool
 from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall
 from batch_agent.backends.simulated import EngineModel, SimulatedBackend
 from batch_agent.messages import Reply
-from batch_agent.record.lock import is_locked
 from batch_agent.testing import CallTools, Request, Say, ScriptedBackend, ToolUse, virtual_clock
 
 AGENTS, TURNS, SLOTS = 16, 7, 4
@@ -87,21 +85,3 @@ async def test_many_agents_that_have_all_started_have_one_priority_at_the_engine
     )
     assert results.ok
     assert {request.priority for request in asked} == expected
-
-
-async def never(request: Request) -> Say:
-    await asyncio.sleep(1e6)
-    return Say("")
-
-
-@pytest.mark.parametrize("turns", range(12))  # of the event loop between the two cancellations
-async def test_leaving_a_run_that_is_being_cancelled_closes_its_directory(tmp_path: Path, turns: int) -> None:
-    backend = ScriptedBackend(never)
-    async with BatchAgent.open(task="{input}", inputs=["a"], backend=backend, run_dir=tmp_path) as run:
-        while not backend.requests:
-            await asyncio.sleep(0.001)
-        run.cancel()
-        for _ in range(turns):
-            await asyncio.sleep(0)
-    assert not is_locked(tmp_path / "run.lock")
-    assert not (tmp_path / "control.json").exists()

@@ -12,6 +12,7 @@ import pytest
 
 from batch_agent import BatchAgent, Tool
 from batch_agent.backends.base import Capabilities, Load
+from batch_agent.record.lock import is_locked
 from batch_agent.run.delivery import WINDOW
 from batch_agent.testing import (
     CallTools,
@@ -392,3 +393,21 @@ async def test_a_drain_does_not_wait_for_first_turns_in_the_queue_of_the_server(
             ends.append(result.ok)
     assert sum(ends) <= 6, "those that were computed when the run was drained"
     assert asyncio.get_running_loop().time() < 20
+
+
+async def never(request: Request) -> Say:
+    await asyncio.sleep(1e6)
+    return Say("")
+
+
+@pytest.mark.parametrize("turns", range(12))  # of the event loop between the two cancellations
+async def test_leaving_a_run_that_is_being_cancelled_closes_its_directory(tmp_path: Path, turns: int) -> None:
+    backend = ScriptedBackend(never)
+    async with BatchAgent.open(task="{input}", inputs=["a"], backend=backend, run_dir=tmp_path) as run:
+        while not backend.requests:
+            await asyncio.sleep(0.001)
+        run.cancel()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+    assert not is_locked(tmp_path / "run.lock")
+    assert not (tmp_path / "control.json").exists()
