@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from math import inf
 from typing import TYPE_CHECKING, Literal, Self
 
 from batch_agent.errors import SpecError, about
@@ -81,42 +82,56 @@ class Gauge(Values):
         return self
 
 
+class Series:
+    """The values of a histogram with the same labels: how many are in each bucket, their sum, and the extremes."""
+
+    __slots__ = ("counts", "highest", "lowest", "sum")
+
+    def __init__(self, buckets: int) -> None:
+        self.counts = [0] * buckets
+        self.sum, self.lowest, self.highest = 0.0, inf, -inf
+
+    def add(self, values: Sequence[float], bounds: Sequence[float]) -> None:
+        for value in values:
+            self.counts[bisect_left(bounds, value)] += 1
+        self.sum += sum(values)
+        self.lowest, self.highest = min(self.lowest, *values), max(self.highest, *values)
+
+
 class Histogram(Family):
-    """Seconds. The upper bounds of its buckets are ``SECONDS``, and infinity."""
+    """Values by their size, usually seconds. ``bounds`` are the upper bounds of its buckets, below infinity."""
 
     kind = "histogram"
 
-    def __init__(self, name: str, text: str, labels: Labels = ()) -> None:
+    def __init__(self, name: str, text: str, labels: Labels = (), bounds: Sequence[float] = SECONDS) -> None:
         super().__init__(name, text, labels)
-        self._series: dict[Labels, list[float]] = {}  # the count of each bucket, then the sum
+        self.bounds = bounds
+        self.series: dict[Labels, Series] = {}
         if not labels:
-            self._series[()] = self._empty()
+            self.series[()] = Series(len(bounds) + 1)
 
     def observe(self, value: float, *labels: str) -> None:
         self.observe_all((value,), *labels)
 
     def observe_all(self, values: Sequence[float], *labels: str) -> None:
-        series = self._series.get(labels)
+        if not values:
+            return
+        series = self.series.get(labels)
         if series is None:
-            if len(self._series) >= MOST_SERIES:
+            if len(self.series) >= MOST_SERIES:
                 labels = (OTHER,) * len(labels)
-            series = self._series.setdefault(labels, self._empty())
-        for value in values:
-            series[bisect_left(SECONDS, value)] += 1
-        series[-1] += sum(values)
+            series = self.series.setdefault(labels, Series(len(self.bounds) + 1))
+        series.add(values, self.bounds)
 
     def samples(self) -> Iterator[tuple[str, str, float]]:
-        bounds = [*map(_number, SECONDS), "+Inf"]
-        for labels, series in self._series.items():
-            count = 0.0
-            for bound, here in zip(bounds, series, strict=False):
+        bounds = [*map(_number, self.bounds), "+Inf"]
+        for labels, series in self.series.items():
+            count = 0
+            for bound, here in zip(bounds, series.counts, strict=True):
                 count += here
                 yield "_bucket", written((*self.labels, "le"), (*labels, bound)), count
-            yield "_sum", written(self.labels, labels), series[-1]
+            yield "_sum", written(self.labels, labels), series.sum
             yield "_count", written(self.labels, labels), count
-
-    def _empty(self) -> list[float]:
-        return [0.0] * (len(SECONDS) + 2)
 
 
 def page(families: Iterable[Family]) -> str:

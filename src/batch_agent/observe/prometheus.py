@@ -1,38 +1,22 @@
 """The metrics of a run for Prometheus.
 
-Totals are those of its statistics, read at a scrape. Only what these do not have is counted here from events: counters
-by type of error, endpoint or tool, and histograms.
+Totals are those of its statistics, read at a scrape. What these do not have is counted from events (``counts``).
 
 Labels are bounded: endpoints, error types, tools and fixed values. No label names a row.
 """
 
 from __future__ import annotations
 
-from collections import Counter as Count
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
-from batch_agent.errors import BackendError, JobError, OutputError, error_types
-from batch_agent.events import (
-    AnswerRejected,
-    CacheRead,
-    ContextCompacted,
-    ControlFinished,
-    Event,
-    HealthChanged,
-    JobFinished,
-    ListSink,
-    RunStarted,
-    ToolFinished,
-    TurnFailed,
-    TurnFinished,
-)
-from batch_agent.observe.exposition import Counter, Family, Gauge, Histogram, page
+from batch_agent.errors import JobError
+from batch_agent.events import CacheRead
+from batch_agent.observe.counts import EventCounts, begin_at_zero
+from batch_agent.observe.exposition import Counter, Family, Gauge, page
 from batch_agent.observe.statistics import Statistics
 from batch_agent.scheduler.server import Endpoint
 from batch_agent.version import __version__
-
-DOWN = ("down", "on trial")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,95 +29,27 @@ class LiveNumbers:
     journal_lag: float | None = None
 
 
-class RunNumbers(ListSink):
+class RunNumbers(EventCounts):
     """``statistics`` and ``live`` are called at each scrape."""
 
     def __init__(
-        self, statistics: Callable[[], Statistics] = Statistics, live: Callable[[], LiveNumbers] = LiveNumbers
+        self,
+        statistics: Callable[[], Statistics] = Statistics,
+        live: Callable[[], LiveNumbers] = LiveNumbers,
+        *,
+        conventions: bool = False,
     ) -> None:
+        super().__init__(conventions=conventions)
         self._statistics, self._live = statistics, live
-        self._began: float | None = None
-        self._answered: list[TurnFinished] = []  # not yet counted
-        self.handlers = {
-            TurnFinished: self._answered.append,
-            TurnFailed: self._turn_failed,
-            ToolFinished: self._tool_finished,
-            JobFinished: self._row_ended,
-            AnswerRejected: self._rejected,
-            ContextCompacted: self._compacted,
-            HealthChanged: self._health_changed,
-            ControlFinished: self._controlled,
-            CacheRead: self._cache_read,
-            RunStarted: self._run_started,
-        }
-        self._down: set[str] = set()
-        self._backends: dict[str, str] = {}  # by run
-        self._caches: dict[str, CacheRead] = {}  # the latest, by run
-        self.turns = Counter("batch_agent_turns_total", "Complete answers from models.", ("endpoint",))
-        self.controls = Counter(
-            "batch_agent_control_requests_total", "Requests of no row, to find out whether a server works.", ("state",)
-        )
-        self.failed_turns = Counter(
-            "batch_agent_turn_failures_total", "Turns that failed, by type of error.", ("error_type",)
-        )
-        self.retries = Counter("batch_agent_retries_total", "Requests sent again, by type of error.", ("error_type",))
-        self.rejected = Counter(
-            "batch_agent_answers_rejected_total", "Answers that did not fit the output schema.", ("error_type",)
-        )
-        self.compactions = Counter("batch_agent_contexts_compacted_total", "Conversations that were cut to fit.")
-        self.tools = Counter(
-            "batch_agent_tool_calls_total",
-            "Tool calls by outcome and by how they were served.",
-            ("tool", "outcome", "source"),
-        )
-        self.outages = Counter("batch_agent_outages_total", "Number of times an endpoint went down.", ("endpoint",))
-        self.first_token = Histogram(
-            "batch_agent_time_to_first_token_seconds", "Time to the first token of streamed answers."
-        )
-        self.turn_time = Histogram("batch_agent_turn_duration_seconds", "Seconds from sending a request to its answer.")
-        self.tool_time = Histogram("batch_agent_tool_duration_seconds", "Time of a tool call.", ("tool",))
-        self.row_time = Histogram("batch_agent_row_duration_seconds", "Time of a row from its start to its result.")
-        for counter, kind in (
-            (self.failed_turns, BackendError),
-            (self.retries, BackendError),
-            (self.rejected, OutputError),
-        ):
-            begin_at_zero(counter, kind)
-
-    def take(self, events: Iterable[Event]) -> None:
-        super().take(events)
-        self.turn_time.observe_all([turn.seconds for turn in self._answered])
-        self.first_token.observe_all([turn.first_token for turn in self._answered if turn.first_token is not None])
-        for place, turns in Count(turn.endpoint or self._backends.get(turn.run, "") for turn in self._answered).items():
-            self.turns.add(turns, place)
-        self._answered.clear()
-
-    def _turn_failed(self, event: TurnFailed) -> None:
-        (self.failed_turns if event.retry_in is None else self.retries).add(1, event.error_type)
-
-    def _controlled(self, event: ControlFinished) -> None:
-        self.controls.add(1, "failed" if event.error else "ok")
-
-    def _tool_finished(self, event: ToolFinished) -> None:
-        self.tools.add(1, event.tool, "ok" if event.ok else "failed", event.source)
-        self.tool_time.observe(event.seconds, event.tool)
-
-    def _rejected(self, event: AnswerRejected) -> None:
-        self.rejected.add(1, event.error_type)
-
-    def _compacted(self, event: ContextCompacted) -> None:
-        self.compactions.add()
-
-    def _cache_read(self, event: CacheRead) -> None:
-        self._caches[event.run] = event
 
     def page(self) -> str:
         now, live = self._statistics(), self._live()
         for name, _ in live.endpoints:
             self.turns.add(0, name)
             self.outages.add(0, name)
-        counted = (value for value in vars(self).values() if isinstance(value, Family))
-        return page([*self._state(now, live), *totals(now), *counted])
+        counted = (self.turns, self.controls, self.failed_turns, self.retries, self.rejected, self.compactions)
+        times = self.first_token, self.turn_time, self.tool_time, self.row_time
+        return page([*self._state(now, live), *totals(now), *counted, self.tools, self.outages, *times])
 
     def _state(self, now: Statistics, live: LiveNumbers) -> list[Family]:
         """Return the current gauges."""
@@ -146,38 +62,15 @@ class RunNumbers(ListSink):
             rows,
             Gauge("batch_agent_requests_waiting", "Requests waiting for a slot.").set(live.waiting),
             *endpoint_gauges(live.endpoints),
-            *cache_families(self._caches.values()),
+            *cache_families(self.caches.values()),
         ]
-        if self._began is not None:
+        if self.began is not None:
             began = Gauge("batch_agent_run_start_time_seconds", "When the run began, in seconds since 1970.")
-            families.append(began.set(self._began))
+            families.append(began.set(self.began))
         if live.journal_lag is not None:
             lag = Gauge("batch_agent_journal_lag_seconds", "Age of the oldest record that is not yet on disk.")
             families.append(lag.set(live.journal_lag))
         return families
-
-    def _row_ended(self, event: JobFinished) -> None:
-        if not event.resumed:
-            self.row_time.observe(event.timings.total)
-
-    def _health_changed(self, event: HealthChanged) -> None:
-        place = event.endpoint or self._backends.get(event.run, "")
-        if event.state not in DOWN:
-            self._down.discard(place)
-        elif place not in self._down:
-            self._down.add(place)
-            self.outages.add(1, place)
-
-    def _run_started(self, event: RunStarted) -> None:
-        self._backends[event.run] = event.backend
-        if self._began is None:
-            self._began = event.at
-
-
-def begin_at_zero(counter: Counter, kind: type[JobError]) -> None:
-    """Set the series of all errors of a kind to 0: a rate needs the value before the first event."""
-    for error_type in sorted(error_types(kind)):
-        counter.add(0, error_type)
 
 
 def totals(now: Statistics) -> list[Family]:

@@ -10,12 +10,9 @@ import logging
 import os
 import threading
 import time
-from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from math import inf
 from typing import TYPE_CHECKING, Any
 
 from pydantic import JsonValue
@@ -23,18 +20,12 @@ from pydantic_core import to_json
 
 from batch_agent.errors import SpecError
 from batch_agent.events import (
-    Event,
-    JobFinished,
-    JobStarted,
     ListSink,
-    ModelChosen,
-    RowTakenOver,
-    RunStarted,
-    TurnFailed,
-    TurnFinished,
 )
 from batch_agent.job import AgentResult
 from batch_agent.messages import Message, content_text
+from batch_agent.observe.counts import DURATION, TOKENS, EventCounts
+from batch_agent.observe.exposition import Histogram, Series
 from batch_agent.observe.spans import (
     RowSampler,
     RowSpans,
@@ -111,14 +102,13 @@ class SpanOfCall:
 
 
 class Telemetry:
-    """The ``sinks`` of a run's events, and ``traces`` for its agents. ``close`` blocks while the collector answers."""
+    """Exports ``counts``, and the spans that its ``sinks`` make of the run's events. ``traces`` are for its agents.
+    ``close`` blocks while the collector answers."""
 
-    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, counts: EventCounts | None, environ: Mapping[str, str] = os.environ) -> None:
         sampler = RowSampler.from_environment(environ)
         self._collector = CollectorState()
-        self._metrics = (
-            None if environ.get("OTEL_METRICS_EXPORTER", "").lower() == "none" else _metrics(environ, self._collector)
-        )
+        self._metrics = None if counts is None else _metrics(environ, self._collector, counts)
         traced = sampler.records and environ.get("OTEL_TRACES_EXPORTER", "").lower() != "none"
         self._processor = _processor(environ, self._collector) if traced else None
         export: Callable[[Sequence[SpanRecord]], None] = lambda spans: None  # noqa: E731
@@ -129,8 +119,7 @@ class Telemetry:
 
     @property
     def sinks(self) -> list[ListSink]:
-        spans = [] if self._processor is None else [self._spans]
-        return [*spans, *([] if self._metrics is None else [self._metrics])]
+        return [] if self._processor is None else [self._spans]
 
     def close(self) -> None:
         """Send the remaining spans. A collector that refuses or does not answer is not waited for: the thread that
@@ -230,15 +219,16 @@ def _processor(environ: Mapping[str, str], collector: CollectorState) -> BatchSp
     return BatchSpanProcessor(OTLPSpanExporter(session=collector.session()), max_queue_size=size)
 
 
-def _metrics(environ: Mapping[str, str], collector: CollectorState) -> OtelMetrics:
+def _metrics(environ: Mapping[str, str], collector: CollectorState, counts: EventCounts) -> OtelMetrics:
     if _is_grpc(environ, "METRICS"):
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter as GrpcExporter
 
         collector.unseen()
-        return OtelMetrics(GrpcExporter(), _resource(environ), environ)
+        return OtelMetrics(GrpcExporter(), _resource(environ), environ, counts)
     from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 
-    return OtelMetrics(OTLPMetricExporter(session=collector.session()), _resource(environ), environ)
+    exporter = OTLPMetricExporter(session=collector.session())
+    return OtelMetrics(exporter, _resource(environ), environ, counts)
 
 
 def _is_grpc(environ: Mapping[str, str], signal: str) -> bool:
@@ -329,106 +319,29 @@ def _parts(message: Message) -> list[JsonValue]:
     return parts
 
 
-# The two metrics of the GenAI conventions, `gen_ai.client.token.usage` and `….operation.duration`. They are counted
-# here and passed to the SDK's exporter at intervals: recording each turn with the SDK would cost more than all other
-# observation together.
-
-TOKENS, DURATION = "gen_ai.client.token.usage", "gen_ai.client.operation.duration"
-BOUNDS = {
-    TOKENS: [float(4**power) for power in range(14)],
-    DURATION: [0.01 * 2**power for power in range(14)],
-}
-ABOUT = {
-    TOKENS: ("{token}", "Number of input and output tokens used."),
-    DURATION: ("s", "GenAI operation duration."),
-}
 INTERVAL = 60.0  # seconds, unless OTEL_METRIC_EXPORT_INTERVAL is set
-
-Key = tuple[str, str, str]  # the metric, the run, and the type of token or of error
-
-
-class _Series:
-    __slots__ = ("bounds", "counts", "highest", "lowest", "sum")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds, self.counts = bounds, [0] * (len(bounds) + 1)
-        self.sum, self.lowest, self.highest = 0.0, inf, -inf
-
-    def add(self, values: Sequence[float]) -> None:
-        counts, bounds = self.counts, self.bounds
-        for value in values:
-            counts[bisect_left(bounds, value)] += 1
-        self.sum += sum(values)
-        self.lowest, self.highest = min(self.lowest, *values), max(self.highest, *values)
+UNITS = {TOKENS: "{token}", DURATION: "s"}
 
 
-class OtelMetrics(ListSink):
-    """``close`` exports for the last time, and may block as long as the exporter does."""
+class OtelMetrics:
+    """Passes the metrics of the GenAI conventions to the SDK's exporter at intervals: recording each turn with the SDK
+    would cost more than all other observation together. ``close`` exports for the last time, and may block as long as
+    the exporter does."""
 
-    def __init__(self, exporter: MetricExporter, resource: Resource, environ: Mapping[str, str]) -> None:
-        self._exporter, self._resource = exporter, resource
-        self._series: dict[Key, _Series] = {}
-        self._common: dict[str, dict[str, str | int]] = {}  # by run
-        self._answered: list[TurnFinished] = []  # not yet counted
-        self._elsewhere: set[tuple[str, int]] = set()  # rows whose worker exports them
-        self.handlers = {
-            JobStarted: self._row_started,
-            RowTakenOver: self._row_started,
-            TurnFinished: self._turn_ended,
-            JobFinished: self._row_ended,
-            TurnFailed: self._turn_failed,
-            RunStarted: self._run_started,
-            ModelChosen: self._model_chosen,
-        }
+    def __init__(
+        self, exporter: MetricExporter, resource: Resource, environ: Mapping[str, str], counts: EventCounts
+    ) -> None:
+        self._exporter, self._resource, self._counts = exporter, resource, counts
         self._began = time.time_ns()
         self._over = threading.Event()
         self._interval = _seconds(environ.get("OTEL_METRIC_EXPORT_INTERVAL", ""))
         self._thread = threading.Thread(target=self._export_often, name="batch-agent metrics", daemon=True)
         self._thread.start()
 
-    def take(self, events: Iterable[Event]) -> None:
-        super().take(events)
-        answered = defaultdict[str, list[TurnFinished]](list)
-        for turn in self._answered:
-            answered[turn.run].append(turn)
-        self._answered.clear()
-        for run, turns in answered.items():
-            self._one(DURATION, run, "").add([turn.seconds for turn in turns])
-            self._one(TOKENS, run, "input").add([turn.usage.prompt_tokens for turn in turns])
-            self._one(TOKENS, run, "output").add([turn.usage.completion_tokens for turn in turns])
-
-    def _row_started(self, event: JobStarted) -> None:
-        (self._elsewhere.add if event.elsewhere else self._elsewhere.discard)((event.run, event.index))
-
-    def _turn_ended(self, event: TurnFinished) -> None:
-        if (event.run, event.index) not in self._elsewhere:
-            self._answered.append(event)
-
-    def _row_ended(self, event: JobFinished) -> None:
-        self._elsewhere.discard((event.run, event.index))
-
-    def _turn_failed(self, event: TurnFailed) -> None:
-        if (event.run, event.index) not in self._elsewhere:
-            self._one(DURATION, event.run, event.error_type).add([event.seconds])
-
-    def _run_started(self, event: RunStarted) -> None:
-        self._common[event.run] = {
-            "gen_ai.operation.name": "chat",
-            "gen_ai.provider.name": provider_of(event.backend),
-            "gen_ai.request.model": event.model,
-            **server_of(event.backend),
-        }
-
-    def _model_chosen(self, event: ModelChosen) -> None:
-        self._common.setdefault(event.run, {})["gen_ai.request.model"] = event.model
-
     def close(self) -> None:
         self._over.set()
         self._thread.join()
         self._exporter.shutdown()
-
-    def _one(self, metric: str, run: str, kind: str) -> _Series:
-        return self._series.setdefault((metric, run, kind), _Series(BOUNDS[metric]))
 
     def _export_often(self) -> None:
         while not self._over.wait(self._interval):
@@ -438,29 +351,35 @@ class OtelMetrics(ListSink):
     def _data(self) -> MetricsData:
         from opentelemetry.sdk.metrics.export import (
             AggregationTemporality,
-            Histogram,
             Metric,
             MetricsData,
             ResourceMetrics,
             ScopeMetrics,
         )
+        from opentelemetry.sdk.metrics.export import Histogram as Points
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-        total, known = AggregationTemporality.CUMULATIVE, list(self._series.items())
-        metrics = [
-            Metric(name, description, unit, Histogram([self._point(*one) for one in known if one[0][0] == name], total))
-            for name, (unit, description) in ABOUT.items()
-        ]
+        total, metrics = AggregationTemporality.CUMULATIVE, []
+        for each in (self._counts.tokens, self._counts.durations):
+            points = [self._point(each, labels, series) for labels, series in list(each.series.items())]
+            metrics.append(Metric(each.name, each.text, UNITS[each.name], Points(points, total)))
         scope = ScopeMetrics(InstrumentationScope("batch_agent", __version__), metrics, "")
         return MetricsData([ResourceMetrics(self._resource, [scope], "")])
 
-    def _point(self, key: Key, series: _Series) -> HistogramDataPoint:
+    def _point(self, histogram: Histogram, labels: tuple[str, ...], series: Series) -> HistogramDataPoint:
         from opentelemetry.sdk.metrics.export import HistogramDataPoint
 
-        metric, run, kind = key
-        attributes: dict[str, str | int] = {**self._common.get(run, {})}
+        run, kind = labels
+        attributes: dict[str, str | int] = {}
+        if (backend := self._counts.backends.get(run)) is not None:
+            attributes = {
+                "gen_ai.operation.name": "chat",
+                "gen_ai.provider.name": provider_of(backend),
+                "gen_ai.request.model": self._counts.models[run],
+                **server_of(backend),
+            }
         if kind:
-            attributes["gen_ai.token.type" if metric == TOKENS else "error.type"] = kind
+            attributes["gen_ai.token.type" if histogram.name == TOKENS else "error.type"] = kind
         counts = list(series.counts)
         return HistogramDataPoint(
             attributes,
@@ -469,7 +388,7 @@ class OtelMetrics(ListSink):
             sum(counts),
             series.sum,
             counts,
-            list(series.bounds),
+            list(histogram.bounds),
             series.lowest,
             series.highest,
         )

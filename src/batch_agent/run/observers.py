@@ -57,11 +57,13 @@ class Observers:
             lines = EventLines(spec.events)
             self._extent.push_async_callback(_in_thread, lines.close)
             add(lines)
-        held = Held()
+        exports = wants_telemetry(spec.telemetry, os.environ)
+        exports_metrics = exports and os.environ.get("OTEL_METRICS_EXPORTER", "").lower() != "none"
+        if spec.metrics_port is None and not exports:
+            return
+        held, numbers = Held(), RunNumbers(statistics, live, conventions=exports_metrics)
         if spec.metrics_port is not None:
             from batch_agent.observe.exposition import serve_metrics
-
-            numbers = RunNumbers(statistics, live)
 
             def page() -> str:
                 held.flush()
@@ -69,20 +71,20 @@ class Observers:
 
             served = serve_metrics(spec.metrics_port, page)
             self.metrics_url = await self._extent.enter_async_context(served)
-            held.add(numbers)
             with suppress(OSError, ValueError):  # standard error may be closed
                 sys.stderr.write(f"metrics: {self.metrics_url}\n")
-        if wants_telemetry(spec.telemetry, os.environ):
+        if exports:
             from batch_agent.observe.telemetry import Telemetry
 
-            telemetry = Telemetry(os.environ)
+            telemetry = Telemetry(numbers if exports_metrics else None, os.environ)
             self._extent.push_async_callback(_in_thread, telemetry.close)
             self.traces = telemetry.traces
             for sink in telemetry.sinks:
                 held.add(sink)
-        if held.handlers:
-            self._extent.callback(held.flush)
-            add(held)
+        if spec.metrics_port is not None or exports_metrics:
+            held.add(numbers)
+        self._extent.callback(held.flush)
+        add(held)
 
     async def close(self) -> None:
         """Close all observers. Takes a few seconds at most, even if one does not respond."""
