@@ -24,20 +24,18 @@ from batch_agent.scheduler.routing import Router
 from batch_agent.scheduler.server import Endpoint
 from batch_agent.value_type import lazy_property
 
-# Time limits of many requests on one timer.
-#
-# A deadline cancels the task that entered it, as ``asyncio.timeout`` does, and turns that cancellation into
-# TimeoutError. Unlike ``asyncio.timeout`` it knows when the event loop stalled: answers that arrived during a stall
-# have not been read yet, so a timer that fires late extends the deadline by the lateness. A deadline at the end of a
-# stall is not late. So each deadline expires one turn of the loop after its timer, once everything that has arrived
-# was delivered.
-
 MOST_EXTENSIONS = 10  # of one deadline: a loop that is always late must not keep it open forever
 NEAR = 1.0  # seconds: only deadlines that are so near are kept in order
 
 
 class Deadline:
-    """A time limit: ``with deadline:`` around the slow part. Entered once, by the task that waits."""
+    """A time limit: ``with deadline:`` around the slow part. Entered once, by the task that waits.
+
+    It cancels the task that entered it, as ``asyncio.timeout`` does, and turns that cancellation into TimeoutError.
+    Unlike ``asyncio.timeout`` it knows when the event loop stalled: answers that arrived during a stall have not been
+    read yet, so a timer that fires late extends the deadline by the lateness. A deadline at the end of a stall is not
+    late. So each deadline expires one turn of the loop after its timer, once everything that has arrived was delivered.
+    """
 
     __slots__ = ("_cancelling", "_deadlines", "_extensions", "_task", "expired", "when")
 
@@ -157,13 +155,6 @@ def _is_stale(entry: tuple[float, int, Deadline]) -> bool:
     return entry[2].when != entry[0] or entry[2]._task is None
 
 
-# The requests in flight of one dispatcher: their time limits, and which of them are recalled.
-#
-# A request is recalled (cancelled, and sent again) in four cases: its endpoint went down or is silent; a trial needs
-# its slot; it is far older than the slowest answer, so that it may be lost, and it cannot be sent again beside the
-# first; or, at the end of a batch, a much slower endpoint still works on it while others are idle. It then ends as a
-# timeout that is charged to no side.
-
 # A request moves to an idle endpoint if its remaining time is more than this many times what that endpoint takes.
 COMPUTED, QUEUED = 1.5, 0.6
 CONTEXT = 3.0  # times these, if the other endpoint has to compute the context of the agent again
@@ -183,8 +174,15 @@ Flight = tuple[Deadline, Question, Policy, Observer]
 
 
 class Flights:
-    """The requests in flight. ``look_again`` is called when the end of a batch must be checked again. ``send_beside``
-    sends a request that may be lost a second time, beside the first; it returns False if that is not possible."""
+    """The requests in flight of one dispatcher: their time limits, and which of them are recalled. ``look_again`` is
+    called when the end of a batch must be checked again. ``send_beside`` sends a request that may be lost a second
+    time, beside the first; it returns False if that is not possible.
+
+    A request is recalled (cancelled, and sent again) in four cases: its endpoint went down or is silent; a trial needs
+    its slot; it is far older than the slowest answer, so that it may be lost, and it cannot be sent again beside the
+    first; or, at the end of a batch, a much slower endpoint still works on it while others are idle. It then ends as a
+    timeout that is charged to no side.
+    """
 
     send_beside: Callable[[Slot, Question, Policy, Observer], bool]
 

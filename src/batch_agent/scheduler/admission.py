@@ -27,12 +27,6 @@ if TYPE_CHECKING:
     from batch_agent.scheduler.server import Endpoint
     from batch_agent.scheduler.server_state import ServerState
 
-# The agents whose contexts are in one engine's KV cache at the same time, and whether another one fits.
-#
-# The projection uses the mean context after each turn of earlier agents, and the probability from the turn forecast
-# that an agent continues. The part that all agents share is counted once. An agent that waits long for its tool
-# counts less and less, because others could use its memory meanwhile.
-
 MOST_AGENTS = 1 << 30
 FARTHEST = 64  # number of turns to look ahead
 NEAR = 2  # number of turns to look ahead before a member must be admitted again
@@ -148,7 +142,13 @@ class _Life(NamedTuple):
 
 
 class WorkingSet:
-    """The admitted agents of one endpoint."""
+    """The admitted agents of one endpoint: those whose contexts are in the engine's KV cache at the same time, and
+    whether another one fits.
+
+    The projection uses the mean context after each turn of earlier agents, and the probability from the turn forecast
+    that an agent continues. The part that all agents share is counted once. An agent that waits long for its tool
+    counts less and less, because others could use its memory meanwhile.
+    """
 
     def __init__(self, server: ServerState, growth: ContextGrowth, forecast: TurnForecast) -> None:
         self._server, self._growth, self._forecast = server, growth, forecast

@@ -45,24 +45,6 @@ from batch_agent.scheduler.engine_load import Load, LoadGuide
 from batch_agent.scheduler.numbers import N
 from batch_agent.scheduler.retry import FIRST
 
-# Finds the number of calls in flight if the user gave none: the largest that still increases the throughput.
-#
-# The number is raised in stages. A stage measures what one slot delivers per second (tokens if the server counts
-# them, else answers) over the requests sent in it. Multiplied by the slots, that is the throughput of the stage.
-# While a larger stage delivers clearly more, the next one is larger again. The first stage that does not ends the
-# climb, and the number before it is kept. From time to time 50% more or a third fewer are tried, because servers and
-# rows change.
-#
-# The start of the climb depends on ``by_clock``:
-#
-# - One server (True): it starts at 64, with tools at 16, and doubles by the clock while nothing is refused, up to
-#   128, and to 256 when a quick answer has come. A batch of quick rows would be over before the first answers are
-#   measured.
-# - One of a fleet (False): other servers can take the rows, so an endpoint gets only what it has proved to handle.
-#   It starts small and grows with whole rounds of answers, four times per round up to 64, then twice. Answers
-#   that took much longer than the fastest ones waited in the server's queue: then the number shrinks to what the server
-#   computes at once.
-
 START = 64  # calls in flight
 TOOLS_START = 16  # the same for agents with tools: the first answers are quick, and their tools run during the others
 FLEET_START = 40  # the same at each server of a fleet, where only answers raise it
@@ -79,8 +61,25 @@ Progress = tuple[int, bool, int, float]  # the limit, whether it still climbs, t
 
 
 class LimitSearch:
-    """Searches for the limit. ``limit`` is the current number. Methods that may change it return the reason, or "" if
-    they did not change it."""
+    """Finds the number of calls in flight if the user gave none: the largest that still increases the throughput.
+    ``limit`` is the present number. Methods that may change it return the reason, or "" if they did not change it.
+
+    The number is raised in stages. A stage measures what one slot delivers per second (tokens if the server counts
+    them, else answers) over the requests sent in it. Multiplied by the slots, that is the throughput of the stage.
+    While a larger stage delivers clearly more, the next one is larger again. The first stage that does not ends the
+    climb, and the number before it is kept. From time to time 50% more or a third fewer are tried, because servers and
+    rows change.
+
+    The start of the climb depends on ``by_clock``:
+
+    - One server (True): it starts at 64, with tools at 16, and doubles by the clock while nothing is refused, up to
+      128, and to 256 when a quick answer has come. A batch of quick rows would be over before the first answers are
+      measured.
+    - One of a fleet (False): other servers can take the rows, so an endpoint gets only what it has proved to handle.
+      It starts small and grows with whole rounds of answers, four times per round up to 64, then twice. Answers
+      that took much longer than the fastest ones waited in the server's queue: then the number shrinks to what the
+      server computes at once.
+    """
 
     def __init__(
         self,

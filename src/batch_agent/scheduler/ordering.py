@@ -27,14 +27,6 @@ from batch_agent.scheduler.numbers import N
 if TYPE_CHECKING:
     from batch_agent.scheduler.server import Endpoint
 
-# Estimates the rest of an agent from the run so far: turns, seconds per turn, seconds between turns.
-#
-# After each turn an agent continues or ends. The share that continues after its n-th turn, among all agents that took
-# it, gives the expected number of turns left after n turns. This is the Kaplan-Meier estimate: running agents count
-# as much as finished ones. If all agents take the same number of turns, the estimate falls by one with each turn. If
-# chance decides (geometric distribution), it stays the same. With a heavy tail it grows. Until the first agent has
-# ended, all agents are expected to take twice as many turns as the furthest one.
-
 ENDING = 1.7  # the batch is ending if the work left per slot takes at most this many times the longest remaining agent
 FIRST_GUESS = 4  # minimum turns expected of an agent until one has ended
 
@@ -69,6 +61,15 @@ class AgentForecast:
 
 
 class TurnForecast:
+    """Estimates the rest of an agent from the run so far: turns, seconds per turn, seconds between turns.
+
+    After each turn an agent continues or ends. The share that continues after its n-th turn, among all agents that took
+    it, gives the expected number of turns left after n turns. This is the Kaplan-Meier estimate: running agents count
+    as much as finished ones. If all agents take the same number of turns, the estimate falls by one with each turn. If
+    chance decides (geometric distribution), it stays the same. With a heavy tail it grows. Until the first agent has
+    ended, all agents are expected to take twice as many turns as the furthest one.
+    """
+
     def __init__(self) -> None:
         self.rows: int | None = None  # rows still to be started; None: unknown
         self.live_turns = 0.0  # sum of the expected turns of all live agents
@@ -337,15 +338,16 @@ class ResidentFirst(Queue[Waiting]):
         return waiting
 
 
-# Turns that wait for one endpoint although others may be free.
-#
-# Each place has a queue of its own, so these turns do not block others. A place is an endpoint, or the name of a
-# model that no free endpoint serves. A turn stops waiting once that costs more than recomputing the prefix.
-
 Place = TypeVar("Place", bound=Hashable)
 
 
 class Parking(Generic[Waiting, Place]):
+    """Turns that wait for one endpoint although others may be free.
+
+    Each place has a queue of its own, so these turns do not block others. A place is an endpoint, or the name of a
+    model that no free endpoint serves. A turn stops waiting once that costs more than recomputing the prefix.
+    """
+
     def __init__(self, forecast: TurnForecast) -> None:
         self._forecast = forecast
         self._lines: dict[Place, Queue[Waiting]] = {}  # without empty queues
@@ -419,15 +421,14 @@ class Parking(Generic[Waiting, Place]):
                 del self.names[place]
 
 
-# The parts of scheduling by an engine's KV cache. Each can be switched on and off alone.
-#
-# ``kvflow="auto"`` enables the parts with a measured gain (docs/kv.md), ``True`` all of them, ``False`` none.
-
 UNKNOWN_SECONDS = 15.0  # length of a pin while no agent has returned from a tool, or tools take no time
 
 
 @dataclass(frozen=True, slots=True)
 class KvParts:
+    """The parts of scheduling by an engine's KV cache. Each can be switched on and off alone. ``kvflow="auto"`` enables
+    the parts with a measured gain (docs/kv.md), ``True`` all of them, ``False`` none."""
+
     admission: bool = True  # an agent whose context does not fit waits
     order: bool = True  # among ready agents, those whose context is probably still cached go first
     touch: bool = False  # an evicted context is computed again while the agent's tool runs
@@ -456,26 +457,27 @@ def pin_seconds(forecast: TurnForecast, turns: int) -> float:
     return N.much_slower * wait + N.short_wait
 
 
-# Decides whether to stream the answers of a run, so that tools can start before the answer is complete.
-#
-# The gain of streaming belongs to the agent: the time that its tools had run when the answer was complete. The cost
-# is a little time of the server and of the event loop for each token, and all agents share both: while an event is
-# written or read for one agent, the others in flight may have to wait. So a turn is worth streaming if its agent gains
-# more than all agents together can lose. While other agents take each slot that becomes free
-# (``Scheduler.is_crowded``), an agent that is ready sooner only waits longer, and nothing is streamed.
-#
-# A trial decides: enough answers are measured, of twice as many streamed turns, because some fail. While it pays,
-# each further answer is added to the mean, in which older answers count less. Agents often move in waves, and a wave of
-# last answers, which call no tool, is no reason to stop. When streaming does not pay, many turns are not streamed, and
-# then there is another trial, because tools and answers may have changed. This module has no clock: the caller measures
-# each turn.
-
 # Seconds for one token of a stream: 15 µs of our event loop, and about 30 of the server, which writes an event for it
 # while its other requests wait (measured on vLLM and an H200).
 TOKEN_SECONDS = 45e-6
 
 
 class Streaming:
+    """Decides whether to stream the answers of a run, so that tools can start before the answer is complete.
+
+    The gain of streaming belongs to the agent: the time that its tools had run when the answer was complete. The cost
+    is a little time of the server and of the event loop for each token, and all agents share both: while an event is
+    written or read for one agent, the others in flight may have to wait. So a turn is worth streaming if its agent
+    gains more than all agents together can lose. While other agents take each slot that becomes free
+    (``Scheduler.is_crowded``), an agent that is ready sooner only waits longer, and nothing is streamed.
+
+    A trial decides: enough answers are measured, of twice as many streamed turns, because some fail. While it pays,
+    each further answer is added to the mean, in which older answers count less. Agents often move in waves, and a wave
+    of last answers, which call no tool, is no reason to stop. When streaming does not pay, many turns are not streamed,
+    and then there is another trial, because tools and answers may have changed. The caller measures each turn: this
+    class has no clock.
+    """
+
     def __init__(self) -> None:
         self._told: bool | None = None  # the last decision that was reported
         self._begin_trial()
