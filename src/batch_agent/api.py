@@ -231,8 +231,8 @@ async def _collect(
 
 
 class ResultStream(AsyncGenerator[AgentResult[R], None]):
-    """The results that ``stream`` returns. Deleting it, as ``break`` does, stops the run at once. The event loop closes
-    a plain generator only later, and the run would send more requests until then."""
+    """The results that ``stream`` returns. ``break`` deletes it, and ``__del__`` then stops the run at once. Of a plain
+    generator, the event loop would run the ``finally`` only later, and the run would send more requests until then."""
 
     def __init__(self, run: Run[R], spec: BatchSpec) -> None:
         self._run = run

@@ -109,15 +109,17 @@ class Earlier:
         return largest_doubt(self.doubts)
 
 
-class _WithTexts:
-    """``_read_texts`` returns the ``raw_text`` and the ``messages`` of a result that came as bytes. They are large, and
-    most results are only counted and written, so they are decoded when they are first read."""
+class _LazyTexts:
+    """Decodes the ``raw_text`` and the ``messages`` of a result that came as bytes when one of them is first read: they
+    are large, and most results are only counted and written. Until then both fields have no value, and Python calls
+    ``__getattr__`` for a field without one."""
 
     __slots__ = ("_read_texts",)
 
     _read_texts: Callable[[], tuple[str, tuple[Message, ...]]]
 
     def read_later(self, read: Callable[[], tuple[str, tuple[Message, ...]]]) -> None:
+        """Take the values of both fields away. ``read`` returns them."""
         self._read_texts = read
         del self.raw_text, self.messages  # type: ignore[attr-defined]
 
@@ -133,7 +135,6 @@ class _WithTexts:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> object:
-            """Called for a field that has no value: it is read now."""
             if name not in ("raw_text", "messages"):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
             self.raw_text, self.messages = self._read_texts()
@@ -141,7 +142,7 @@ class _WithTexts:
 
 
 @value_type
-class BaseResult(_WithTexts, Generic[T_co]):
+class BaseResult(_LazyTexts, Generic[T_co]):
     """How one job ended; always a Success or a Failure."""
 
     index: int

@@ -11,10 +11,11 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def value_type(cls: type[T]) -> type[T]:
-    """A dataclass with slots that type checkers treat as frozen.
+    """Make a dataclass with slots. Type checkers refuse to assign its fields; Python does not.
 
-    At run time an assignment is not refused. A frozen dataclass sets each field with ``object.__setattr__``, which
-    makes creating one five times slower, and each turn creates about twenty.
+    A frozen dataclass sets each field with ``object.__setattr__``, which makes creating one five times slower, and each
+    turn creates about twenty. Only the code that has just made a value may still set a field, with a ``type: ignore``
+    that shows it.
     """
     return dataclass(slots=True, unsafe_hash=True)(cls)
 

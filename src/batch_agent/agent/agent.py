@@ -423,7 +423,8 @@ class Agent:
         *,
         writes: bool,
     ) -> None:
-        r, index, turn, began = self.r, self.job.index, self.tally.turns, self._clock()
+        r, index, turn = self.r, self.job.index, self.tally.turns
+        began = self._clock()
         emit, first = r.emit, 0
         if self.worker is not None:
             first, self._calls = self._calls, self._calls + len(calls)
@@ -442,7 +443,8 @@ class Agent:
             if self.trail.records and (self.worker is None or r.tools.knows(call.name)):
                 with suppress(StoreError):  # the agent gets the error at its next step
                     self._record(place, call, keys[place], outcome)
-            at, number, seconds = r.clock(), first + place, end.seconds
+            at = r.clock()
+            number, seconds = first + place, end.seconds
             emit.metrics.tool_finished(self.tally.counted, at, now, turn, call.name, seconds, end.ok, end.source)
             if ToolFinished in emit.sinks.wanted:
                 told = number, call.id, call.name, seconds, end.ok, end.source

@@ -229,8 +229,8 @@ class AgentContext(WorkerContext):
         options: AskOptions,
         max_turns: int | None = None,
     ) -> Dialogue:
-        """Return a conversation with these options. It is the row's own, or has the prompt, with the shared messages
-        before it if it has no system prompt."""
+        """Return a conversation with these options. Without a prompt it is the conversation of the row. With a prompt
+        it is a new one, which begins with the shared messages unless the prompt has a system message."""
         agent = self._agent
         agent.check_open()
         asking = agent.user.asking(tools, output_schema, options, agent.r.tools)

@@ -67,9 +67,6 @@ if TYPE_CHECKING:
     from batch_agent.agent.touches import Touches
     from batch_agent.observe.telemetry import Traces
 
-# One turn of an agent for the dispatcher: the request, the effects of each attempt on the agent's tally, and the tool
-# calls that start while the answer is still being written.
-
 # After this many rows whose images were refused, no images are sent; a single refusal may concern only that image.
 IMAGE_REFUSALS = 3
 
@@ -154,8 +151,8 @@ class EarlyCalls:
 
 
 class TurnCall(ModelCall, Observer):
-    """A Question and its Observer. ``early`` has the tool calls that start while the answer is streamed. ``schema`` is
-    that of the answer."""
+    """One turn of an agent for the dispatcher: the request, and what each attempt changes in the agent's tally.
+    ``early`` has the tool calls that start while the answer is streamed. ``schema`` is that of the answer."""
 
     __slots__ = ("_early", "_index", "_r", "_schema", "_tally")
 
@@ -216,7 +213,8 @@ class TurnCall(ModelCall, Observer):
         tally.add(reply, cost)
         r.answers += 1
         r.answer_tokens += reply.usage.completion_tokens
-        at, turn, endpoint = r.clock(), tally.turns, self.request.endpoint
+        at = r.clock()
+        turn, endpoint = tally.turns, self.request.endpoint
         r.emit.metrics.turn_finished(tally.counted, at, turn, reply, seconds, cost, endpoint)
         if TurnFinished in r.emit.sinks.wanted:
             told = reply.usage, seconds, reply.first_token, cost, reply.saved, endpoint, reply.model
@@ -395,7 +393,8 @@ class Dialogue:
         """Return the digest and the number of the next request, and its recorded answer. Raises ReplayMismatch if the
         tool loop has recorded answers left and none is to this request."""
         agent, digests, first = self._agent, self._digests, self._digested
-        replay, of_shape, new = agent.replay, agent.r.digests.of(shape), self.said.messages[first:]
+        replay, new = agent.replay, self.said.messages[first:]
+        of_shape = agent.r.digests.of(shape)
         self._digested += len(new)
         if self._follows:
             digests[-1], digest = next_asked(digests[-1], of_shape, new)

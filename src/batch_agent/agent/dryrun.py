@@ -129,7 +129,7 @@ class DryRun:
         return None if self.prepared.prices is None else self.cost_at(self.prepared.prices)
 
     def cost_at(self, prices: Prices) -> tuple[float, float] | None:
-        """Return the same at other prices; None for prices per hour, or if the number of rows is unknown."""
+        """Return what ``cost`` is at these prices. None if they are per hour, or if the number of rows is unknown."""
         agents = self.agents
         if not prices.tiers or agents is None or not self.sampled:
             return None

@@ -357,12 +357,10 @@ def bounded(worker: Callable[[object, C], Awaitable[object]]) -> Callable[[objec
     return work
 
 
-# Its return value, which becomes the output of its row: JSON, validated by the schema if there is one. The output is
-# recorded as JSON and read back from it, also the first time, so a resumed row has the same output.
-
-
 def write_output(returned: object, schema: OutputSchema[object] | None) -> tuple[str, object, bool]:
-    """Return the output as JSON text, the output itself, and whether its JSON was repaired."""
+    """Return the output of a row as JSON text, the output itself, and whether its JSON was repaired. ``returned`` is
+    what the worker has returned; a schema validates it. The output is read back from the JSON also the first time, so a
+    resumed row has the same output."""
     if schema is None:
         text = _to_text(returned)
         return text, json.loads(text), False

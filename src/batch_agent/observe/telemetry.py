@@ -257,7 +257,8 @@ def _exporter(processor: BatchSpanProcessor, environ: Mapping[str, str]) -> Call
     from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
     kinds = {"internal": SpanKind.INTERNAL, "client": SpanKind.CLIENT}
-    resource, scope, sampled = _resource(environ), InstrumentationScope("batch_agent", __version__), TraceFlags(1)
+    resource, scope = _resource(environ), InstrumentationScope("batch_agent", __version__)
+    sampled = TraceFlags(1)
     fine = Status(StatusCode.UNSET)
 
     def context(trace: int, span: int) -> SpanContext:

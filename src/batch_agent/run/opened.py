@@ -581,7 +581,8 @@ def _emit_start(setup: Setup) -> None:
 
 def _how_ended(setup: Setup) -> tuple[Ended, BaseException | None]:
     """Return how the run ended, and an error for the consumer if there is no result."""
-    shared, statistics, over = setup.shared, setup.metrics.statistics(), setup.shared.dispatcher.over
+    shared, over = setup.shared, setup.shared.dispatcher.over
+    statistics = setup.metrics.statistics()
     # A drain or a limit that came after the last request had no effect.
     total = None if setup.inside is not None else setup.prepared.plan.total
     every = setup.feed.ended or (total is not None and statistics.done == total)

@@ -211,7 +211,8 @@ class Run(Generic[T]):
 
     def status(self, statistics: Statistics | None = None) -> JsonObject:
         """Return the current state of the run as one JSON object. ``statistics`` are those of a pipeline."""
-        setup, shared, now = self._setup, self.shared, statistics or self.statistics()
+        setup, shared = self._setup, self.shared
+        now = statistics or self.statistics()
         numbers, paused = (now, self._setup.endpoints(), self.tool_statistics()), "pause" in setup.requests
         return status_json(*numbers, setup.prepared.spec, slots=shared.slots, clock=shared.clock, paused=paused)
 
@@ -290,7 +291,8 @@ class Run(Generic[T]):
 
     def changes(self) -> Changes:
         """Compare a resumed run with its record. Reads files or Redis, and all inputs, so it may block."""
-        run_dir, known, resend = str(self._setup.prepared.spec.run_dir), self.shared.changes, self.on_change == "resend"
+        run_dir, resend = str(self._setup.prepared.spec.run_dir), self.on_change == "resend"
+        known = self.shared.changes
         self.shared.changes = compare(run_dir, self.parts, self._setup.function, resend=resend, known=known)
         return self.shared.changes
 

@@ -552,7 +552,8 @@ class InputSource:
         id_column: str | None,
         pilot: Pilot | None = None,
     ) -> None:
-        self._rows, self._out, self._id_column = Rows(inputs, pilot, id_column), out, id_column
+        self._rows = Rows(inputs, pilot, id_column)
+        self._out, self._id_column = out, id_column
         self._pilot = pilot
         self._ids = UniqueIds()
         self._reader: asyncio.Task[None] | None = None

@@ -33,7 +33,8 @@ class Item:
 
     @classmethod
     def of(cls, result: AgentResult[Any], carry: Sequence[str] = ()) -> Item:
-        """Return the output of a row with the fields that the row carries on."""
+        """Return the row of the next stage: the output of this row, and those of its input fields that ``carry``
+        names."""
         name = None if result.job_id == str(result.index) else result.job_id
         carried = carried_by(result.input, carry)
         return cls(result.index, result.output, result.error, name=name, carried=carried)

@@ -33,11 +33,6 @@ from batch_agent.run.run import Run
 from batch_agent.topology.nodes import Item, Receiver, error_of, undone
 from batch_agent.value_type import value_type
 
-# The tree of a reduction: which rows are reduced together, and in what order. Pure: no await, no model. Rows arrive
-# in any order and are grouped by index, so that groups depend only on the rows. A group is closed by the first row
-# that does not fit, and can be reduced while later rows are still in progress; the answers are the rows of the next
-# level. If everything fits one group there is one reduction, of all rows.
-
 Shape = Literal["auto", "flat"] | int
 KINDS = 4  # of indexes, by their remainder: a part of the tree, the two halves of a part, and what joins them
 
@@ -82,7 +77,9 @@ class Part:
             return KINDS * self.joins.index + 3
         if self.whole is not None:
             return KINDS * self.whole.index + 1 + self.half
-        return KINDS * ((2 * self.number + 1 << self.level) - 1)
+        # Part n of level 0 is at 2n, of level 1 at 4n + 1, of level 2 at 8n + 3: each place is taken once.
+        place = ((2 * self.number + 1) << self.level) - 1
+        return KINDS * place
 
     @property
     def name(self) -> str:
@@ -120,8 +117,13 @@ class _Level:
 
 
 class Tree:
-    """``room``: the tokens of rows that fit one reduction; None: no known limit. Each method returns the parts that can
-    be reduced now."""
+    """The tree of a reduction: which rows are reduced together, and in what order. ``room``: the tokens that fit
+    one request; None: no known limit. Each method returns the parts that can be reduced now.
+
+    Rows arrive in any order and are grouped by index, so that groups depend only on the rows. A group is closed by the
+    first row that does not fit, and can be reduced while later rows are still in progress; the answers are the rows of
+    the next level. If everything fits one group there is one reduction, of all rows.
+    """
 
     def __init__(self, shape: Shape, room: int | None) -> None:
         self._fan_in = shape if isinstance(shape, int) else None
