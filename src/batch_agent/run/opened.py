@@ -48,6 +48,7 @@ from batch_agent.run.observers import is_observed
 from batch_agent.run.pilot import Pilot
 from batch_agent.run.promise import PromiseOfRun
 from batch_agent.run.recording import in_thread
+from batch_agent.run.resources import RunResources
 from batch_agent.run.rows import Rows
 from batch_agent.run.scoring import RunScoring, measured
 from batch_agent.run.serving import Serving
@@ -55,9 +56,8 @@ from batch_agent.run.shared import Shared, health_change, labelled, open_shared,
 from batch_agent.run.shares import Shares
 from batch_agent.run.sharing import Lending, shared_budgets
 from batch_agent.run.spec_json import spec_json
-from batch_agent.run.watch import Watch
+from batch_agent.run.timeline_writer import TimelineWriter
 from batch_agent.run.worker import Worker
-from batch_agent.run.workshop import Workshop
 from batch_agent.scheduler.server import Endpoint
 from batch_agent.spec import BatchSpec
 
@@ -113,7 +113,7 @@ class Setup:
         self.metrics = Metrics(clock, None if directory is None else self.recorder)
         own: list[Sink] = [*([] if directory is None else [self.recorder]), *self.sinks]
         self.emit = Emit(self.metrics, [*own, *(spec.sinks if outer is None else (outer.emit,))])
-        self.watch = Watch(self.recorder, self.controls, socket=outer is None)
+        self.timeline = TimelineWriter(self.recorder, self.controls, socket=outer is None)
         if outer is None:  # slots belong to a backend, the budget to the outermost run
             callbacks = self.emit, self._health_changed, directory, self._out_of_budget
             self.shared = open_shared(prepared, self.id, clock, *callbacks)
@@ -207,7 +207,7 @@ class Writer:
 
 class Opened:
     """``run`` is for its stages and its worker processes. ``number`` is that of this process as a writer of the record;
-    0 if it only feeds a record elsewhere. ``leases`` take no rows and ``workshop`` is not opened if this process does
+    0 if it only feeds a record elsewhere. ``leases`` take no rows and ``resources`` is not opened if this process does
     not work on rows. A run inside another uses the ledger and the limits of that one, and serves no record."""
 
     def __init__(
@@ -234,7 +234,7 @@ class Opened:
         leases.on_observed = done.send_events
         late = partial(setup.backlog, "journal"), partial(shared.set_overdue, setup.id)
         self.journal = recording.open_journal(store, number, account, done, leases, *late)
-        self.workshop = Workshop(prepared, shared, setup.id, setup.emit, setup.feed, leases, self.journal, feeder)
+        self.resources = RunResources(prepared, shared, setup.id, setup.emit, setup.feed, leases, self.journal, feeder)
         url = str(prepared.spec.run_dir) if store.wait else None
         self.serving = Serving(store, url, setup.facts_for_workers, self.begin_sharing, is_shared=setup.is_shared)
         own = shared, setup.controls, prepared.backend, store, store if setup.feeds else None, lease, number
@@ -269,7 +269,7 @@ class Opened:
         setup, leases = self.setup, self.leases
         hold = partial(setup.backlog, "the engine's queue")
         try:
-            async with self.workshop.opened(setup.function, hold) as worker:
+            async with self.resources.opened(setup.function, hold) as worker:
                 worker.row_schema = setup.schema_of_rows
                 worker.on_unfinished = self._row_unfinished
                 if setup.leaving or setup.shared.dispatcher.scheduler.closed:  # asked to, or the budget was used up
@@ -313,16 +313,16 @@ class Opened:
 
     # Its end
 
-    async def interrupt(self) -> None:
+    async def deliver_interrupted(self) -> None:
         """Deliver the rows of a run that was cancelled: those that are recorded, and the others as Interrupted."""
         await to_its_end(self.journal.flush())
-        if self.workshop.has_begun:
-            self._deliver_interrupted(self.workshop.worker)
+        if self.resources.has_begun:
+            self._deliver_rest(self.resources.worker)
 
     async def close(self, ended: Ended, reason: str, failure: BaseException | None) -> BaseException | None:
         """End the session, and close the record. Returns the first exception."""
         setup = self.setup
-        await setup.watch.end()
+        await setup.timeline.end()
         failed: BaseException | None = await self.journal.end() if self.number else None
         if setup.works:
             await self.leases.close()
@@ -369,7 +369,7 @@ class Opened:
     def _row_unfinished(self, result: AgentResult[object]) -> None:
         """A row was interrupted: it is not recorded."""
 
-    def _deliver_interrupted(self, worker: Worker) -> None:
+    def _deliver_rest(self, worker: Worker) -> None:
         """Deliver what is recorded, and the rows that work as Interrupted."""
 
     async def _end_session(self, ended: Ended, why: str, failed: BaseException | None) -> BaseException | None:
@@ -463,7 +463,7 @@ class Fed(Opened):
         stopped = self.setup.shared.dispatcher.over is not None
         self.feeder.finish_unrecorded(result, (lambda _: None) if stopped else self.setup.delivery.deliver)
 
-    def _deliver_interrupted(self, worker: Worker) -> None:
+    def _deliver_rest(self, worker: Worker) -> None:
         self.feeder.deliver_recorded(callback=False)
         for result in worker.interrupt("the run was cancelled before this job finished"):
             self.feeder.finish_unrecorded(result, self.setup.delivery.put)
@@ -515,7 +515,7 @@ async def supervise(run: Run[Any], setup: Setup) -> None:
     except asyncio.CancelledError:
         ended = "cancelled"
         if setup.cancelled and setup.opened is not None:  # else the Run was left, and results are no longer taken
-            await setup.opened.interrupt()
+            await setup.opened.deliver_interrupted()
         await setup.delivery.cancel()
         raise
     except BaseException as error:
@@ -654,7 +654,7 @@ async def _open(run: Run[Any], setup: Setup, store: Store) -> None:
     if setup.is_outermost and writer.number:
         shared.journal = opened.journal
     if writer.number and setup.feeds and (folder := store.blocking.folder) is not None:
-        await setup.watch.begin(store, folder, recording.asked_json(setup.prepared), shared.clock())
+        await setup.timeline.begin(store, folder, recording.asked_json(setup.prepared), shared.clock())
     shared.keep_limits(setup.prepared.spec, setup.id, feeder)
     if setup.leaving:
         opened.stop_feeding()

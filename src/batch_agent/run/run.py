@@ -183,7 +183,7 @@ class Run(Generic[T]):
         statistics = self.shared.spending.counted(self._setup.metrics.statistics(), whole=self._setup.is_outermost)
         if self._setup.metrics.elsewhere:
             statistics = replace(statistics, peak_running=self.shared.at_most_slots(statistics.peak_running))
-        prewarm = None if self._opened is None else self._opened.workshop.prewarm
+        prewarm = None if self._opened is None else self._opened.resources.prewarm
         return statistics if prewarm is None else replace(statistics, prewarm=prewarm.statistics())
 
     @property
@@ -335,7 +335,7 @@ class Run(Generic[T]):
     def _worker(self) -> Worker:
         if self._opened is None:
             raise SpecError("the run has not begun its first row")
-        return self._opened.workshop.worker
+        return self._opened.resources.worker
 
     # Workers in other processes
 

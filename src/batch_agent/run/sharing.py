@@ -29,8 +29,8 @@ from batch_agent.messages import JsonObject
 from batch_agent.record.journal import to_its_end
 from batch_agent.record.store import LEASE, Store
 from batch_agent.run.control import Controls
-from batch_agent.run.once import SharedOnce
 from batch_agent.run.shared import Shared
+from batch_agent.run.shared_calls import SharedCalls
 from batch_agent.run.trust import hostfile_of, layers, sign_file
 from batch_agent.scheduler.budget import Amount
 from batch_agent.scheduler.server import Endpoint
@@ -75,7 +75,7 @@ class Lending:
 
     def __init__(self, store: Store, worker: str, seconds: float = LEASE) -> None:
         self._store, self._worker, self._seconds = store, worker, seconds
-        self.once = SharedOnce(store, worker)
+        self.once = SharedCalls(store, worker)
         self._wanted = asyncio.Event()  # set when a request waits for the next beat
         self._peaks: defaultdict[str, deque[int]] = defaultdict(lambda: deque(maxlen=PEAKS))
         self._places: dict[str, Pot] = {}

@@ -35,7 +35,7 @@ from batch_agent.run.worker import Worker
 from batch_agent.tools.pool import ToolPool
 
 
-class Workshop:
+class RunResources:
     """``run`` is the id of the run. ``feeder`` is None if the run is fed by another process. ``prewarm`` is set if
     calls are started before a model asks for them."""
 

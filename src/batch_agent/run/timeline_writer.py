@@ -25,7 +25,7 @@ EVERY = 1.0  # seconds between two writes
 STATUS_EVERY = 5.0  # seconds between two writes of the run's metrics
 
 
-class Watch:
+class TimelineWriter:
     """Writes what ``recorder`` collects. ``run`` is sampled, and controlled by the control socket if there is one."""
 
     _store: Store | None = None

@@ -18,7 +18,7 @@ LOOK_AGAIN = 1.0  # seconds
 MOST_KEPT = 24 * 3600.0  # seconds
 
 
-class SharedOnce:
+class SharedCalls:
     """``worker`` is the name under which this process is a member of the run."""
 
     def __init__(self, store: Store, worker: str) -> None:
