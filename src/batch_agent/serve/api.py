@@ -90,7 +90,10 @@ class Api:
         models: ServedModels,
         options: ServeOptions,
     ) -> None:
-        self._catalog, self._batches, self._interactive, self._models = catalog, batches, interactive, models
+        self._catalog = catalog
+        self._batches = batches
+        self._interactive = interactive
+        self._models = models
         self._options, self._now = options, options.now
         self._incoming: Counter[str] = Counter()  # bytes of bodies that are arriving, by tenant
         self._files = catalog.data / "files"
@@ -564,7 +567,8 @@ def _names_of(field: BodyPartReader) -> tuple[str, str]:
     header, and RequestRefused for a file name that could add lines to a header or a log."""
     with catch_warnings():
         simplefilter("error")  # else a name that cannot be read is missing
-        name, file_name = field.name or "", field.filename or "file"
+        name = field.name or ""
+        file_name = field.filename or "file"
     if not file_name.isprintable():
         raise RequestRefused(400, "the filename has a line break or another control character", param="file")
     return name, file_name

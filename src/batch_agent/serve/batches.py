@@ -58,7 +58,10 @@ MOST_FAILURES = 6
 SET_ASIDE_AFTER = 3  # of these failures the record of a batch is set aside: it may be damaged
 LOOK_SECONDS = 60.0  # between two looks at the clock while a deadline is waited for
 LOCK = "lock"  # in the folder of a batch, held by the process that works on it
-QUEUE_LIMIT, DAMAGED, RUN_FAILED = "queue_limit_exceeded", "batch_damaged", "run_failed"  # codes of errors
+# Codes of errors.
+QUEUE_LIMIT = "queue_limit_exceeded"
+DAMAGED = "batch_damaged"
+RUN_FAILED = "run_failed"
 RUNS_PREFIX = "serve-"  # of the names of runs in Redis, before the id of the batch
 LEASE_SECONDS = 10.0  # after which another process takes over the batches of one that is gone
 
@@ -85,8 +88,13 @@ class ServedBatches:
         notify: Callable[[], None],
         held_up: Callable[[], str] = lambda: "",
     ) -> None:
-        self._catalog, self._models, self._shared, self._line_scheduler = catalog, models, shared, line_scheduler
-        self._max_lines, self._store, self._now = options.max_lines, options.store, options.now
+        self._catalog = catalog
+        self._models = models
+        self._shared = shared
+        self._line_scheduler = line_scheduler
+        self._max_lines = options.max_lines
+        self._store = options.store
+        self._now = options.now
         self._keep = options.keep
         self._notify, self._held_up = notify, held_up
         # Seconds for which a process owns a batch, if several share the catalog.
@@ -202,7 +210,10 @@ class ServedBatches:
         """Work on a batch until it ends. After a failure, work continues. The batch ends as failed if that fails
         several times without another line being done, and the cause is neither the data directory nor the disk nor
         another process."""
-        failures, least, reason, code = 0, inf, "", ""
+        failures = 0
+        least = inf
+        reason = ""
+        code = ""
         while True:
             try:
                 batch = await in_thread(self._catalog.batch, id)
@@ -215,11 +226,13 @@ class ServedBatches:
                 else:
                     await self._work(batch, thorough=failures > 0)
             except Exception as error:
-                pause, told = AGAIN_SECONDS, str(error) or type(error).__name__
+                pause = AGAIN_SECONDS
+                told = str(error) or type(error).__name__
                 if await self._is_own(error):
                     is_damage = isinstance(error, StoreError | OSError | sqlite3.Error | BeyondRepair)
                     left = self._left.get(id, inf)
-                    failures, least = 1 if left < least else failures + 1, min(left, least)
+                    failures = 1 if left < least else failures + 1
+                    least = min(left, least)
                     if isinstance(error, BeyondRepair):
                         failures = MOST_FAILURES
                     elif failures == SET_ASIDE_AFTER and is_damage:
@@ -523,7 +536,8 @@ class ServedBatches:
             own.pop(batch.id, None)
 
     def _open_next(self, tenant: str) -> None:
-        waiting, opened = self._waiting.get(tenant, {}), self._open.setdefault(tenant, set())
+        waiting = self._waiting.get(tenant, {})
+        opened = self._open.setdefault(tenant, set())
         # A batch with an earlier deadline than all open ones does not wait for them, and none waits for one whose
         # model cannot be answered now.
         for id, (deadline, turn) in sorted(waiting.items(), key=lambda item: item[1][0]):

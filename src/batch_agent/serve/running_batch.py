@@ -75,13 +75,11 @@ class RunningBatch(LineSource):
         travels: bool,
     ) -> None:
         super().__init__(batch.id, batch.tenant, batch.deadline)
-        self.batch, self.lines, self._models, self._line_scheduler, self._travels = (
-            batch,
-            lines,
-            models,
-            line_scheduler,
-            travels,
-        )
+        self.batch = batch
+        self.lines = lines
+        self._models = models
+        self._line_scheduler = line_scheduler
+        self._travels = travels
         self.inlet: RowChannel[object] = RowChannel()
         self.failure: Exception | None = None
         self._suffix = batch.id.rpartition("_")[2]
@@ -173,7 +171,8 @@ class RunningBatch(LineSource):
                 continue
             if limit is None:
                 return line, own, body
-            longest, usual = self._line_scheduler.account(self.tenant).longest, int(self.per_line or FIRST_GUESS)
+            longest = self._line_scheduler.account(self.tenant).longest
+            usual = int(self.per_line or FIRST_GUESS)
             try:
                 self.needs = line_needs(self.batch.endpoint, body, limit, longest, usual)
                 return line, own, body
@@ -222,7 +221,9 @@ class RunningBatch(LineSource):
                 self._end(granted, granted.tokens, sent=bool(granted.sent_at))
 
     def _end(self, granted: Granted, tokens: int, *, sent: bool) -> None:
-        reserved, lost, model = granted.reserved, granted.lost, granted.model
+        reserved = granted.reserved
+        lost = granted.lost
+        model = granted.model
         self._line_scheduler.ended(self, tokens, granted.expected, sent=sent, model=model, reserved=reserved, lost=lost)
 
     async def _answer(self, granted: Granted, dialogue: Dialogue) -> LineAnswer:
