@@ -23,8 +23,7 @@ from batch_agent.record.memory import MemoryStore
 from batch_agent.record.reader import open_run
 from batch_agent.record.rundir import JOBS as FILE
 from batch_agent.record.rundir import RunDir
-from batch_agent.record.sqlite import SqliteJournal
-from batch_agent.record.store import RunProgress
+from batch_agent.record.sqlite import TABLE, SqliteJournal
 from batch_agent.run.copying import copy_to_directory
 from batch_agent.scheduler.blame import outcome_of
 from batch_agent.testing import (
@@ -291,7 +290,7 @@ async def test_what_was_bought_before_a_kill_is_taken_although_its_advance_has_u
         await BatchAgent.run(task="{input}", inputs=["z"], backend=ScriptedBackend(), run_dir=killed, resume=True)
         journal = SqliteJournal.open(killed / "journal.db")
         journal.begin(b"killed", "then")
-        journal.commit([], RunProgress(advance=(690, 0.0)))
+        journal.set_fact(TABLE, '{"spent": {"budget tokens": 690}}')
         journal.close()
         results = await ask(server, "a", "b", run_dir=killed, resume=True, on_change="resend", **limits)
     assert [result.ok for result in results] == [True, False]

@@ -19,9 +19,9 @@ from tests.record.toy_store import RECORD, Kept, ToyStore
 
 from batch_agent.messages import JsonObject
 from batch_agent.record.store import (
+    Commit,
     KeptStep,
     Lease,
-    Outlay,
     Resuming,
     Row,
     RowChange,
@@ -29,8 +29,9 @@ from batch_agent.record.store import (
     RunStore,
     SharedCall,
     SharedResult,
+    Spent,
 )
-from batch_agent.share.table import Allotment, Steering
+from batch_agent.share.table import Allotment, Steering, Table
 from batch_agent.testing.run_store_contract import RunStoreContract
 from batch_agent.testing.store_place import LEASE_SECONDS, StorePlace, SyncedFiles, copied
 
@@ -146,7 +147,7 @@ class HalfACommit(ToyStore):
             return super().write(name, content)
         changes = cast(Any, content)["changes"]
         for change in changes[:-1]:
-            super().write("commit", {"changes": [change], "outlay": None, "more": [0, 0]})
+            super().write("commit", {**cast(Any, content), "changes": [change], "spent": [0, 0]})
         super().write("commit", {**cast(Any, content), "changes": changes[-1:]})
 
 
@@ -301,12 +302,14 @@ class TokensBeginAgain(ToyStore):
         return kept
 
 
-class ForgetsAdvances(ToyStore):
-    def spent(self) -> Outlay:
-        found = self.kept.outlays
-        learnt = [each.learnt for each in found if each.learnt]
-        cost = sum(each.cost or 0.0 for each in found)
-        return Outlay(sum(each.tokens for each in found), cost, None, learnt[-1] if learnt else None)
+class ForgetsWhatWasHeld(ToyStore):
+    def apply(self, kept: Kept, name: str, content: Any) -> None:
+        if name == "session":
+            table = Table.from_json(kept.table)
+            for member in list(table.members):
+                table.leave(member, 0.0)
+            kept.table = table.to_json()
+        super().apply(kept, name, content)
 
 
 class KeepsBudgetOnlyWithSteps(ToyStore):
@@ -346,22 +349,21 @@ class RenewsNothing(ToyStore):
 
 
 class RepeatedCommitCountsTwice(ToyStore):
-    def commit(self, worker: int, number: int, changes: Sequence[RowChange], outlay: Outlay | None = None) -> set[str]:
+    def commit(self, worker: int, number: int, commit: Commit) -> set[str]:
         self.commits.clear()
-        return super().commit(worker, number, changes, outlay)
+        return super().commit(worker, number, commit)
 
 
 class LostRowsCostNothing(ToyStore):
-    def commit(self, worker: int, number: int, changes: Sequence[RowChange], outlay: Outlay | None = None) -> set[str]:
-        held = all(self.holds(worker, change.lease) for change in changes)
-        return super().commit(worker, number, changes, outlay if held else None)
+    def commit(self, worker: int, number: int, commit: Commit) -> set[str]:
+        held = all(self.holds(worker, change.lease) for change in commit.changes)
+        return super().commit(worker, number, commit if held else replace(commit, spent=Spent()))
 
 
 class CountsWorkTwice(ToyStore):
-    def commit(self, worker: int, number: int, changes: Sequence[RowChange], outlay: Outlay | None = None) -> set[str]:
-        if outlay is not None and outlay.more is not None:
-            self.done += outlay.more
-        return super().commit(worker, number, changes, None)
+    def commit(self, worker: int, number: int, commit: Commit) -> set[str]:
+        self.done += commit.spent
+        return super().commit(worker, number, commit)
 
 
 class KeepsEveryEvent(ToyStore):
@@ -390,10 +392,10 @@ class AlwaysObserved(ToyStore):
 class CommitIsAllOrNothing(ToyStore):
     """One lost row refuses the whole commit."""
 
-    def commit(self, worker: int, number: int, changes: Sequence[RowChange], outlay: Outlay | None = None) -> set[str]:
-        if any(not self.holds(worker, change.lease) for change in changes):
-            return {change.lease.place for change in changes}
-        return super().commit(worker, number, changes, outlay)
+    def commit(self, worker: int, number: int, commit: Commit) -> set[str]:
+        if any(not self.holds(worker, change.lease) for change in commit.changes):
+            return {change.lease.place for change in commit.changes}
+        return super().commit(worker, number, commit)
 
 
 class LosesHandedBackRows(ToyStore):
@@ -550,25 +552,26 @@ class JobsOfOneStage(ToyStore):
 
 
 class ResultsMixedUp(ToyStore):
-    def commit(self, worker: int, number: int, changes: Sequence[RowChange], outlay: Outlay | None = None) -> set[str]:
+    def commit(self, worker: int, number: int, commit: Commit) -> set[str]:
+        changes = commit.changes
         results = [change.result for change in changes][::-1]
         if all(result is not None for result in results):
             changes = [replace(change, result=result) for change, result in zip(changes, results, strict=True)]
-        return super().commit(worker, number, changes, outlay)
+        return super().commit(worker, number, replace(commit, changes=changes))
 
 
 class StepsMixedUp(ToyStore):
-    def commit(self, worker: int, number: int, changes: Sequence[RowChange], outlay: Outlay | None = None) -> set[str]:
-        steps = [change.steps for change in changes][::-1]
-        changes = [replace(change, steps=each) for change, each in zip(changes, steps, strict=True)]
-        return super().commit(worker, number, changes, outlay)
+    def commit(self, worker: int, number: int, commit: Commit) -> set[str]:
+        steps = [change.steps for change in commit.changes][::-1]
+        changes = [replace(change, steps=each) for change, each in zip(commit.changes, steps, strict=True)]
+        return super().commit(worker, number, replace(commit, changes=changes))
 
 
 class CutsLongSteps(ToyStore):
-    def commit(self, worker: int, number: int, changes: Sequence[RowChange], outlay: Outlay | None = None) -> set[str]:
-        cut = [tuple(replace(step, body=step.body[:65536]) for step in change.steps) for change in changes]
-        changes = [replace(change, steps=steps) for change, steps in zip(changes, cut, strict=True)]
-        return super().commit(worker, number, changes, outlay)
+    def commit(self, worker: int, number: int, commit: Commit) -> set[str]:
+        cut = [tuple(replace(step, body=step.body[:65536]) for step in change.steps) for change in commit.changes]
+        changes = [replace(change, steps=steps) for change, steps in zip(commit.changes, cut, strict=True)]
+        return super().commit(worker, number, replace(commit, changes=changes))
 
 
 class CutsLongResults(ToyStore):
@@ -641,7 +644,7 @@ class NotSyncedLine(ToyStore):
 
     def write(self, name: str, content: object) -> None:
         sync = self.sync
-        if name == self.line or (name == "commit" and self.line == "outlay" and not cast(Any, content)["changes"]):
+        if name == self.line or (name == "commit" and self.line == "lent" and not cast(Any, content)["changes"]):
             self.sync = lambda _: None
         try:
             super().write(name, content)
@@ -661,8 +664,8 @@ class SharesNotSynced(NotSyncedLine):
     line = "table"
 
 
-class OutlayNotSynced(NotSyncedLine):
-    line = "outlay"
+class BudgetNotSynced(NotSyncedLine):
+    line = "lent"
 
 
 class JobsOneByOne(ToyStore):
@@ -751,8 +754,8 @@ FOUND_BY: dict[type[ToyStore], str] = {
     RetriesNothing: "only_the_failures_that_are_named",
     ReusesWorkerNumbers: "not_used_again_after_a_kill",
     TokensBeginAgain: "a_lease_from_before_a_kill",
-    ForgetsAdvances: "an_unreturned_advance",
-    KeepsBudgetOnlyWithSteps: "an_advance_of_the_budget",
+    ForgetsWhatWasHeld: "what_they_held",
+    KeepsBudgetOnlyWithSteps: "a_part_of_the_budget",
     SharesInMemory: "the_share_of_a_killed_worker",
     TokenDoesNotGrow: "under_the_old_token",
     ExpiredLeaseCommits: "the_old_holder_is_refused",
@@ -805,7 +808,7 @@ FOUND_BY: dict[type[ToyStore], str] = {
     JobsNotSynced: "loss_of_power",
     FactsNotSynced: "loss_of_power",
     SharesNotSynced: "loss_of_power",
-    OutlayNotSynced: "loss_of_power",
+    BudgetNotSynced: "loss_of_power",
     JobsOneByOne: "lines_about_jobs",
     WritesNothingOnceClosed: "a_closed_store",
     OneFolderForAllStages: "share_everything_else",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from itertools import count
 
@@ -19,21 +19,23 @@ from batch_agent.record.journal import (
     MANY,
     OVERDUE,
     Journal,
+    Meter,
     Trail,
 )
-from batch_agent.record.steps import Ended, Past, Spent
+from batch_agent.record.steps import Ended, Past, Used
 from batch_agent.record.store import (
     GATHERING,
     GATHERING_FAR,
-    Account,
+    Commit,
     Identity,
     KeptStep,
     Lease,
-    Outlay,
     Row,
     RowChange,
+    Spent,
     Store,
 )
+from batch_agent.share.table import BUDGET_TOKENS, Claim, Grant
 from batch_agent.testing import virtual_clock
 
 
@@ -48,7 +50,8 @@ class Disk:
         self.numbers: list[int] = []
         self.ended: list[RowChange] = []
         self.lost: set[str] = set()
-        self.outlay: Outlay | None = None
+        self.spent: list[Spent] = []
+        self.lent: list[Mapping[str, Claim]] = []
         self.may_commit = threading.Semaphore(0)
         self.error: Exception | None = None
 
@@ -58,31 +61,37 @@ class Disk:
     def agent_numbers(self, worker: int) -> Iterator[int]:
         return count(1)
 
-    def commit(self, worker: int, number: int, changes: Sequence[RowChange], outlay: Outlay | None = None) -> set[str]:
+    def lend(self, member: str, claims: Mapping[str, Claim]) -> Mapping[str, Grant]:
+        self.lent.append(claims)
+        return {name: Grant(claim.want, claim.want) for name, claim in claims.items()}
+
+    def commit(self, worker: int, number: int, commit: Commit) -> set[str]:
+        changes = commit.changes
         assert self.may_commit.acquire(timeout=10)
         if self.error is not None:
             raise self.error
         self.commits.append([step for change in changes for step in change.steps])
         self.numbers.append(number)
         self.ended += [change for change in changes if change.result is not None]
-        self.outlay = outlay
+        self.spent.append(commit.spent)
         return self.lost
 
 
-class Purse(Account):
+class Purse:
+    """A budget of which each commit claims a part."""
+
+    member = "feeder-1"
+
     def __init__(self) -> None:
-        self.told: list[StoreError | None] = []
+        self.told: list[StoreError | Mapping[str, Grant]] = []
 
-    def so_far(self) -> tuple[int, float | None]:
-        return 45, 0.75
+    def claims(self, *, last: bool) -> Mapping[str, Claim]:
+        return {BUDGET_TOKENS: Claim(1000, 45, 45 if last else 100, spent=45)}
 
-    def next_advance(self) -> tuple[int, float] | None:
-        return 100, 1.0
+    def granted(self, grants: Mapping[str, Grant]) -> None:
+        self.told.append(grants)
 
-    def learnt(self) -> tuple[int, ...] | None:
-        return None
-
-    def advance_written(self, error: StoreError | None = None) -> None:
+    def broken(self, error: StoreError) -> None:
         self.told.append(error)
 
 
@@ -104,7 +113,7 @@ def lease(row: int = 0) -> Lease:
 
 def entry(agent: int = 1, row: int = 0) -> tuple[Trail, Ended]:
     trail = Trail(None, lease(row), Identity(b"k", b"r"), Past(agent, ()))
-    return trail, Ended(Spent(cost=0.5), reply=Reply("x", usage=Usage(5, 0, 2)))
+    return trail, Ended(Used(cost=0.5), reply=Reply("x", usage=Usage(5, 0, 2)))
 
 
 def result(row: int, *, resumed: bool = False) -> AgentResult[object]:
@@ -281,30 +290,32 @@ async def test_many_waiters_go_on_a_few_at_a_time() -> None:
 async def test_what_the_session_has_spent_is_recorded_with_what_it_did() -> None:
     disk = Disk()
     disk.may_commit.release(10)
-    account = Purse()
-    async with journal(disk, account=account) as book:
+    purse, totals = Purse(), iter([(45, 7.5e-7), (50, 7.5e-7), (50, 1e-6)])
+    async with journal(disk, meter=Meter(lambda: next(totals)), budget=purse) as book:
         trail = Trail(book, lease(), Identity(b"k", b"r"))
         trail.add(entry()[1])
         await trail.settle()
-        assert (disk.outlay, account.told) == (Outlay(45, 0.75, (100, 1.0)), [None])
+        granted = {BUDGET_TOKENS: Grant(100, 100)}
+        assert (disk.spent, purse.told) == ([Spent(45, 750)], [granted])
         book.touch()
         await book.flush()
-        assert (disk.commits[1:], account.told) == ([[]], [None, None])
+        assert (disk.commits[1:], purse.told) == ([[]], [granted, granted])
         assert await book.end() is None
-        assert disk.outlay == Outlay(45, 0.75)  # at its end a session returns its advance
+        assert disk.spent == [Spent(45, 750), Spent(5, 0), Spent(0, 250)]
+        assert [claims[BUDGET_TOKENS].want for claims in disk.lent] == [100, 100, 45]  # the rest is returned
     assert disk.numbers == sorted(set(disk.numbers))
 
 
-async def test_an_account_is_told_that_its_advance_will_never_be_on_disk() -> None:
-    disk, account = Disk(), Purse()
+async def test_a_budget_is_told_that_its_claims_will_never_be_on_disk() -> None:
+    disk, purse = Disk(), Purse()
     disk.error = StoreError("the disk is full")
-    async with journal(disk, account=account) as book:
+    async with journal(disk, budget=purse) as book:
         book.touch()
         disk.may_commit.release()
         with pytest.raises(StoreError):
             await book.flush()
         book.touch()
-        assert account.told == [disk.error]
+        assert purse.told == [disk.error]
 
 
 @virtual_clock

@@ -25,7 +25,7 @@ from tests.record.test_run_stores import NAMES, DirectoryPlace, MemoryPlace, Red
 from tests.record.toy_store import ToyStore
 
 from batch_agent.record.address import StoreAddress
-from batch_agent.record.store import Lease, RowChange
+from batch_agent.record.store import Commit, Lease, RowChange
 from batch_agent.testing.store_place import FRESH, StorePlace, facts, new_row, turn
 
 WORKERS = st.integers(0, 2)
@@ -111,9 +111,9 @@ class Leases(RuleBasedStateMachine):
             for row in rows
         ]
         number = next(self.numbers[worker])
-        lost = self.store.commit(self.workers[worker], number, changes)
+        lost = self.store.commit(self.workers[worker], number, Commit(changes))
         if repeated:
-            assert self.store.commit(self.workers[worker], number, changes) == lost
+            assert self.store.commit(self.workers[worker], number, Commit(changes)) == lost
         for row in rows:
             if self.tokens[row.row.index] == row.token:
                 if row.place in lost:

@@ -15,7 +15,7 @@ from batch_agent.record.address import StoreAddress
 from batch_agent.record.redis.connection import RedisConnection, connect
 from batch_agent.record.redis.reading import delete_run
 from batch_agent.record.redis.store import RedisRunStore
-from batch_agent.record.store import Resuming
+from batch_agent.record.store import Commit, Resuming
 
 
 @needs_redis
@@ -56,7 +56,7 @@ def test_a_worker_leaves_no_key_of_a_run_that_was_deleted(tmp_path: Path, caplog
         with pytest.raises(StoreError, match="deleted"):
             taking.result(timeout=30)
         store.beat("one", 10.0, {}, {}, {})
-        assert store.commit(worker, 1, []) == set()
+        assert store.commit(worker, 1, Commit()) == set()
         store.resign("one")
         with pytest.raises(StoreError, match="deleted"):
             store.join({"host": "here"})

@@ -28,7 +28,7 @@ from batch_agent.record.redis.store import RedisRunStore
 from batch_agent.record.row_json import decode_result, encode_result
 from batch_agent.record.rundir import JOURNAL
 from batch_agent.record.served import Answer, Call, Connections, ServedStore, StoreDesk, StoreServer, open_served
-from batch_agent.record.store import Lease, Resuming, RowChange, RunStore, WorkStore
+from batch_agent.record.store import Commit, Lease, Resuming, RowChange, RunStore, WorkStore
 from batch_agent.testing.run_store_contract import RunStoreContract
 from batch_agent.testing.store_place import (
     FRESH,
@@ -256,9 +256,9 @@ def test_a_commit_that_is_repeated_while_the_first_is_being_written_is_applied_o
     now = begin(place, store, new_row(place, 0))
     (row,) = now.take()
     with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(store.commit, now.worker, 1, [now.ended(row)])
+        first = threads.submit(store.commit, now.worker, 1, Commit([now.ended(row)]))
         assert store.writing.wait(10)
-        again = threads.submit(store.commit, now.worker, 1, [now.ended(row)])
+        again = threads.submit(store.commit, now.worker, 1, Commit([now.ended(row)]))
         store.may_write.set()
         assert first.result() == again.result() == set()
     assert len(now.delivered()) == 1
@@ -276,9 +276,9 @@ def test_a_row_is_handed_on_with_the_steps_from_before_the_first_other_worker_ca
             (held,) = store.take(own, 1, 0)
             one, two = held.steps[0].agent if held.steps else 1, 7 + session  # the first goes on with its own record
             steps = [turn(row, f"{session} {number}", agent) for number, agent in enumerate((one, two, one, two))]
-            store.commit(own, 1, [RowChange(held, tuple(steps[:2]))])
+            store.commit(own, 1, Commit([RowChange(held, tuple(steps[:2]))]))
             other = store.join({})
-            store.commit(own, 2, [RowChange(held, tuple(steps[2:]))])
+            store.commit(own, 2, Commit([RowChange(held, tuple(steps[2:]))]))
             store.hand_back(own, [held])
             (taken,) = store.take(other, 1, 0)
             for agent in (one, two):
@@ -294,7 +294,7 @@ def test_no_row_is_taken_from_a_run_that_ends() -> None:
     (row,) = now.work.take(now.worker, 1, 0.0)
     now.store.set_phase(now.number, "draining")
     assert now.work.take(now.worker, 1, 0.0) == []
-    assert now.work.commit(now.worker, 1, [now.ended(row)]) == set()
+    assert now.work.commit(now.worker, 1, Commit([now.ended(row)])) == set()
 
 
 def test_a_worker_never_reaches_the_run_that_listens_at_the_path_of_its_own(tmp_path: Path) -> None:

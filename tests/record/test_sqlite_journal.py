@@ -5,8 +5,10 @@ from __future__ import annotations
 import shutil
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Literal
+from zlib import crc32
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -18,8 +20,8 @@ from batch_agent.job import AgentError
 from batch_agent.messages import Reply
 from batch_agent.record.codec import FORMAT, encode
 from batch_agent.record.sqlite import TABLE, SqliteJournal, glance
-from batch_agent.record.steps import Asked, Ended, Failed, Past, Spent, Step
-from batch_agent.record.store import Identity, KeptStep, RunProgress
+from batch_agent.record.steps import Asked, Ended, Failed, Past, Step, Used
+from batch_agent.record.store import Identity, KeptStep, Spent, Totals
 
 Opened = Callable[[], SqliteJournal]
 
@@ -42,26 +44,26 @@ def kept(agent: int, who: Identity, step: Step) -> KeptStep:
 
 
 def done(agent: int, name: str, text: str = "answer") -> KeptStep:
-    return kept(agent, identity(name), Ended(Spent(), reply=Reply(text)))
+    return kept(agent, identity(name), Ended(Used(), reply=Reply(text)))
 
 
 def under_way(agent: int, name: str, text: str = "so far") -> KeptStep:
-    return kept(agent, identity(name), Asked("", 0, Reply(text), Spent()))
+    return kept(agent, identity(name), Asked("", 0, Reply(text), Used()))
 
 
 def failed(agent: int, name: str) -> KeptStep:
-    return kept(agent, identity(name), Failed(AgentError("infer", "Unavailable", "gone"), "", Spent()))
+    return kept(agent, identity(name), Failed(AgentError("infer", "Unavailable", "gone"), "", Used()))
 
 
 def ended(agent: int, name: str) -> KeptStep:
-    return kept(agent, identity(name), Ended(Spent()))
+    return kept(agent, identity(name), Ended(Used()))
 
 
 def write(opened: Opened, *commits: list[KeptStep]) -> None:
     journal = opened()
     journal.begin(b"f", "now")
     for steps in commits:
-        journal.commit(steps, RunProgress(ok=len(steps)))
+        journal.commit(steps, Totals(ok=len(steps)))
     journal.close()
 
 
@@ -107,14 +109,14 @@ def test_an_agent_that_ended_without_an_answer_is_done(opened: Opened) -> None:
 
 
 def test_records_are_claimed_by_row_when_the_question_does_not_matter(opened: Opened) -> None:
-    write(opened, [kept(1, Identity(b"old question", b"row of a"), Ended(Spent(), reply=Reply("kept")))])
+    write(opened, [kept(1, Identity(b"old question", b"row of a"), Ended(Used(), reply=Reply("kept")))])
     assert text_of(read(opened, "a", by="row")[0]) == "kept"
     assert read(opened, "a")[0] is None
 
 
 def test_by_row_an_agent_with_the_same_question_is_claimed_first_and_then_the_newest(opened: Opened) -> None:
     asked = [Identity(question, b"row of a") for question in (b"a", b"old", b"newer")]
-    write(opened, [kept(n, who, Ended(Spent(), reply=Reply(who.key.decode()))) for n, who in enumerate(asked, start=1)])
+    write(opened, [kept(n, who, Ended(Used(), reply=Reply(who.key.decode()))) for n, who in enumerate(asked, start=1)])
     assert list(map(text_of, read(opened, "a", "a", "a", "a", by="row"))) == ["a", "newer", "old", None]
 
 
@@ -130,32 +132,55 @@ def test_agents_are_numbered_on_and_sessions_counted(opened: Opened) -> None:
 
 
 def test_what_sessions_spent_is_added_up(opened: Opened) -> None:
-    for tokens, cost in ((10, 0.5), (5, None), (7, 0.25)):
+    for tokens, cost in ((10, 500_000_000), (5, None), (7, 250_000_000)):
         store = opened()
         store.begin(b"f", "now")
-        store.commit([], RunProgress(tokens=1))
-        store.commit([], RunProgress(tokens=tokens, cost=cost))
+        store.commit([], Totals(spent=Spent(1)))
+        store.commit([], Totals(spent=Spent(tokens, cost)))
         store.close()
     store = opened()
     assert store.spent() == (22, 0.75)
     store.close()
 
 
-def test_an_advance_that_was_not_returned_is_spent_and_what_was_learnt_is_there_for_the_next_session(
-    opened: Opened,
+def leave_advance(path: Path, tokens: int, cost: float) -> None:
+    """Let the latest session be one of an earlier version that was killed with this advance."""
+    with closing(sqlite3.connect(path)) as db:
+        *line, _ = db.execute("SELECT * FROM session ORDER BY id DESC").fetchone()
+        line[8:10] = tokens, cost
+        seal = crc32(repr(tuple(line)).encode())
+        values = (tokens, cost, seal, line[0])
+        db.execute('UPDATE session SET leased_tokens = ?, leased_cost = ?, "check" = ? WHERE id = ?', values)
+        db.commit()
+
+
+def test_an_advance_that_an_earlier_version_did_not_return_is_spent_and_what_was_learnt_is_there(
+    tmp_path: Path,
 ) -> None:
-    for progress in (
-        RunProgress(tokens=10, cost=0.5, advance=(90, 0.25)),  # killed
-        RunProgress(tokens=20, cost=None, advance=(5, 0.0), learnt=(1, 2, 3)),
-        RunProgress(tokens=30, cost=1.0),  # at its end
+    path = tmp_path / "journal.db"
+    for spent, learnt, advance in (
+        (Spent(10, 500_000_000), None, (90, 0.25)),  # killed
+        (Spent(20), (1, 2, 3), (5, 0.0)),
+        (Spent(30, 1_000_000_000), None, None),  # at its end
     ):
-        store = opened()
+        store = at(path)()
         store.begin(b"f", "now")
-        store.commit([], RunProgress(advance=(1000, 9.0)))
-        store.commit([], progress)
+        store.commit([], Totals(spent=spent), learnt)
         store.close()
-    store = opened()
+        if advance is not None:
+            leave_advance(path, *advance)
+    store = at(path)()
     assert (store.spent(), store.learnt()) == ((140, 1.5), (1, 2, 3))
+    store.close()
+
+
+def test_facts_are_written_with_the_steps_of_a_commit_or_not_at_all(opened: Opened) -> None:
+    store = opened()
+    store.begin(b"f", "now")
+    store.commit([done(1, "a")], Totals(ok=1), None, {TABLE: '{"spent": {"budget tokens": 7}}'})
+    with pytest.raises(StoreError):
+        store.commit([done(10**30, "b")], Totals(ok=2), None, {TABLE: "{}"})
+    assert store.fact(TABLE) == '{"spent": {"budget tokens": 7}}'
     store.close()
 
 
@@ -176,8 +201,8 @@ def test_a_glance_tells_of_the_last_session(tmp_path: Path) -> None:
 def test_another_process_may_look_while_the_journal_is_open(tmp_path: Path) -> None:
     journal = SqliteJournal.open(tmp_path / "journal.db")
     journal.begin(b"f", "now")
-    journal.commit([done(1, "a")], RunProgress(ok=1, tokens=12))
-    assert glance(tmp_path / "journal.db").latest == RunProgress(ok=1, tokens=12)
+    journal.commit([done(1, "a")], Totals(ok=1, spent=Spent(12)))
+    assert glance(tmp_path / "journal.db").latest == Totals(ok=1, spent=Spent(12))
     journal.close()
 
 
@@ -227,10 +252,10 @@ def test_a_record_that_cannot_be_decoded_is_none_and_keeps_no_other_from_being_r
 def test_a_number_that_sqlite_cannot_hold_is_a_store_error_or_cut(tmp_path: Path) -> None:
     journal = SqliteJournal.open(tmp_path / "journal.db")
     journal.begin(b"f", "now")
-    journal.commit([done(1, "a")], RunProgress(ok=1, tokens=10**30))
+    journal.commit([done(1, "a")], Totals(ok=1, spent=Spent(10**30)))
     assert glance(tmp_path / "journal.db").latest.tokens == 2**63 - 1
     with pytest.raises(StoreError, match="cannot be recorded"):
-        journal.commit([done(10**30, "b")], RunProgress(ok=2))
+        journal.commit([done(10**30, "b")], Totals(ok=2))
     journal.close()
     assert text_of(read(at(tmp_path / "journal.db"), "a")[0]) == "answer"
 
@@ -242,7 +267,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     journal = SqliteJournal.open(here / "live.db")
     journal.begin(b"f", "now")
     for commit in range(10):
-        journal.commit([done(3 * commit + n, f"{3 * commit + n}") for n in range(1, 4)], RunProgress())
+        journal.commit([done(3 * commit + n, f"{3 * commit + n}") for n in range(1, 4)], Totals())
     for suffix in ("", "-wal"):
         shutil.copy(here / f"live.db{suffix}", here / f"journal.db{suffix}")
     journal.close()
@@ -292,10 +317,10 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A journal of two sessions with spending, a fact that has spending too, and a hundred rows."""
     path = tmp_path_factory.mktemp("recorded") / "journal.db"
     journal = SqliteJournal.open(path)
-    for start, progress in ((1, RunProgress(tokens=70, cost=0.5, advance=(90, 0.75))), (51, RunProgress(tokens=30))):
+    for start, spent in ((1, Spent(70, 500_000_000)), (51, Spent(30))):
         journal.begin(b"f", "now")
         steps = [under_way(n, str(n), f"answer {n}") for n in range(start, start + 50)]
-        journal.commit(steps + [done(n, str(n), f"answer {n}") for n in range(start, start + 50)], progress)
+        journal.commit(steps + [done(n, str(n), f"answer {n}") for n in range(start, start + 50)], Totals(spent=spent))
     journal.set_fact(TABLE, '{"spent": {"budget tokens": 5}}')
     journal.close()
     return path
@@ -334,13 +359,13 @@ def test_a_flipped_bit_is_an_error_or_costs_one_row_that_is_named(
     try:
         journal = SqliteJournal.open(flipped(recorded, place, bit))
         try:
-            spent, _ = journal.spent(), journal.sort_by("key")
+            spent, table, _ = journal.spent(), journal.fact(TABLE), journal.sort_by("key")
             found = journal.claim_steps([identity(name) for name in names], range(1, 101))
         finally:
             journal.close()
     except StoreError:
         return
-    assert spent == (125, 0.75)
+    assert (spent, table) == ((100, 0.5), '{"spent": {"budget tokens": 5}}')
     lost = [name for name, steps in zip(names, found, strict=True) if not steps]
     assert len(lost) <= 1
     for name, steps in zip(names, found, strict=True):
@@ -411,9 +436,8 @@ def test_a_schema_that_is_no_text_is_an_error_in_words(recorded: Path) -> None:
 def test_a_damaged_table_of_shares_is_an_error(recorded: Path) -> None:
     copy = changed(recorded, "UPDATE fact SET value = replace(value, '5', '4')")
     journal = SqliteJournal.open(copy)
-    for read in (journal.spent, lambda: journal.fact(TABLE)):
-        with pytest.raises(StoreError, match="the fact 'table' is not as it was written"):
-            read()
+    with pytest.raises(StoreError, match="the fact 'table' is not as it was written"):
+        journal.fact(TABLE)
     journal.close()
 
 

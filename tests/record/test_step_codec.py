@@ -33,8 +33,8 @@ from batch_agent.record.steps import (
     Compacted,
     Ended,
     Failed,
-    Spent,
     Step,
+    Used,
     read_past,
 )
 
@@ -49,7 +49,7 @@ sealed = st.none() | st.builds(Sealed, texts, values)
 doubts = st.none() | st.dictionaries(texts, st.none() | seconds)
 answered = (texts, calls, usages, texts, st.none() | seconds, texts, st.none() | usages, sealed)
 replies = st.builds(Reply, *answered, doubts=doubts)
-spents = st.builds(Spent, counts, counts, seconds, seconds, seconds, seconds, st.none() | seconds)
+spents = st.builds(Used, counts, counts, seconds, seconds, seconds, seconds, st.none() | seconds)
 errors = st.builds(AgentError, texts, texts, texts, st.booleans(), texts)
 positions = st.integers(min_value=0, max_value=100)
 messages = st.builds(Message, st.sampled_from(ROLES), texts, calls, texts, texts, texts)
@@ -77,7 +77,7 @@ def test_a_step_decodes_to_what_was_encoded(step: Step) -> None:
 def test_a_reply_without_the_later_fields_is_read() -> None:
     body = b'["",0,["hi",[],[9,4,2,1],"",null,"stop",[9,4,2,1]],[1,0,0.0,0.5,0.0,0.5,null]]'
     reply = Reply("hi", (), Usage(9, 4, 2, 1), saved=Usage(9, 4, 2, 1))
-    assert decode(ASKED, body) == Asked("", 0, reply, Spent(1, 0, 0.0, 0.5, 0.0, 0.5, None))
+    assert decode(ASKED, body) == Asked("", 0, reply, Used(1, 0, 0.0, 0.5, 0.0, 0.5, None))
 
 
 @given(st.integers(), st.binary())
@@ -122,7 +122,7 @@ def test_a_record_that_is_not_bytes_is_a_value_error(body: object) -> None:
 
 
 def asked(text: str) -> Asked:
-    return Asked("", 0, Reply(text, (ToolCall("1", "a", "{}"), ToolCall("2", "b", "{}"))), Spent())
+    return Asked("", 0, Reply(text, (ToolCall("1", "a", "{}"), ToolCall("2", "b", "{}"))), Used())
 
 
 def ended(place: int, text: str) -> CallEnded:
@@ -149,7 +149,7 @@ def test_steps_are_read_as_turns_with_what_became_of_their_calls() -> None:
 
 
 def test_a_failure_counts_only_as_the_last_step() -> None:
-    failed = Failed(AgentError("infer", "Unavailable", "gone", True), "", Spent())
+    failed = Failed(AgentError("infer", "Unavailable", "gone", True), "", Used())
     assert read_past(1, [asked("one"), failed]).failed == failed
     went_on = read_past(1, [asked("one"), failed, asked("two")])
     assert went_on.failed is None

@@ -26,14 +26,13 @@ from batch_agent.record.store import (
     OBSERVED,
     WAIT,
     WINDOW,
+    Commit,
     Counts,
     FeederReplaced,
     FeederSession,
     Identity,
-    Increment,
     KeptStep,
     Lease,
-    Outlay,
     Phase,
     Resuming,
     Row,
@@ -41,8 +40,20 @@ from batch_agent.record.store import (
     RunStanding,
     SharedCall,
     SharedResult,
+    Spent,
 )
-from batch_agent.share.table import Allotment, Claim, Learnt, Steering, Table, steered
+from batch_agent.share.table import (
+    BUDGET_COST,
+    BUDGET_TOKENS,
+    FOREVER,
+    Allotment,
+    Claim,
+    Grant,
+    Learnt,
+    Steering,
+    Table,
+    steered,
+)
 
 RECORD = "record.jsonl"
 
@@ -74,8 +85,9 @@ class Kept:
     facts: JsonObject | None = None
     steps: dict[str, list[KeptStep]] = field(default_factory=dict)  # by row
     results: dict[str, tuple[bytes, str]] = field(default_factory=dict)  # by row: result, error
-    outlays: list[Outlay] = field(default_factory=list)  # of the sessions
-    more: tuple[int, int] = 0, 0  # tokens and 1e-9 $ in the increments of workers
+    sessions: int = 0
+    spent: tuple[int, int] = 0, 0  # tokens and 1e-9 $ in the commits of workers
+    learnt: list[int] | None = None
     table: JsonObject = field(default_factory=dict)
     jobs: list[str] = field(default_factory=list)
     workers: int = 0
@@ -113,7 +125,8 @@ class ToyStore:
         self.ended_calls: list[str] = []
         self.files: dict[str, str] = {}
         self.lease_seconds = 15.0
-        self.done = Increment()  # by the workers of this session
+        self.done = Spent()  # by the workers of this session
+        self.lent: JsonObject | None = None  # the table that the next commit writes
         self.sent: dict[int, bytes] = {}  # their events, by position
         self.positions = count(1)
 
@@ -170,7 +183,10 @@ class ToyStore:
                 kept.jobs += content
             case "session":
                 kept.facts = content
-                kept.outlays.append(Outlay())
+                kept.sessions += 1
+                table = Table.from_json(kept.table)
+                table.forget_members(0.0)
+                kept.table = table.to_json()
             case "join":
                 kept.workers += 1
             case "lease":
@@ -180,11 +196,10 @@ class ToyStore:
                     kept.steps.setdefault(change["row"], []).extend(map(read_step, change["steps"]))
                     if change["result"] is not None:
                         kept.results[change["row"]] = base64.b64decode(change["result"]), change["error"]
-                tokens, cost = content["more"]
-                kept.more = kept.more[0] + tokens, kept.more[1] + cost
-                if content["outlay"] is not None:
-                    tokens, cost, advance, learnt = content["outlay"]
-                    kept.outlays[-1] = Outlay(tokens, cost, advance and tuple(advance), learnt and tuple(learnt))
+                tokens, nano = content["spent"]
+                kept.spent = kept.spent[0] + tokens, kept.spent[1] + nano
+                kept.learnt = content["learnt"] or kept.learnt
+                kept.table = content["table"] or kept.table
             case _:
                 raise ValueError(f"unknown line {name!r}")
 
@@ -233,8 +248,8 @@ class ToyStore:
                 raise SpecError(f"{self.folder} holds a run: resume it")
             self.keep("session", facts)
             self.resuming, self.phase, self.fed = resuming, "running", False
-            self.session = len(self.kept.outlays)
-            self.done = Increment()
+            self.session = self.kept.sessions
+            self.done = Spent()
             self.sent.clear()
             self.generation = self.session
             self.lease_seconds = float(str(facts.get("lease", 15.0)))
@@ -314,14 +329,20 @@ class ToyStore:
     def observed(self) -> bool:
         return self.session > 0 and bool(self.kept.facts and self.kept.facts.get(OBSERVED))
 
-    def spent(self) -> Outlay:
-        tokens, cost = self.kept.more[0], self.kept.more[1] / 1e9
-        for each in self.kept.outlays:
-            ahead, cost_ahead = each.advance or (0, 0.0)
-            tokens += max(each.tokens, ahead)
-            cost += max(each.cost or 0.0, cost_ahead)
-        learnt = [each.learnt for each in self.kept.outlays if each.learnt is not None]
-        return Outlay(tokens, cost, None, learnt[-1] if learnt else None)
+    def spent(self) -> Spent:
+        table = Table.from_json(self.kept.table)
+        tokens, nano = self.kept.spent
+        return Spent(tokens + table.spent_of(BUDGET_TOKENS), (nano + table.spent_of(BUDGET_COST)) or None)
+
+    def learnt(self) -> tuple[int, ...] | None:
+        return None if self.kept.learnt is None else tuple(self.kept.learnt)
+
+    def lend(self, member: str, claims: Mapping[str, Claim]) -> Mapping[str, Grant]:
+        with self.changed:
+            table = Table.from_json(self.lent or self.kept.table)
+            grants = table.beat(member, self.clock(), FOREVER, claims).grants
+            self.lent = table.to_json()
+            return grants
 
     # Workers
 
@@ -383,19 +404,18 @@ class ToyStore:
                     self.rows[lease.place].until = self.clock() + self.lease_seconds
             return {each.place for each in leases if not self.holds(worker, each)}, self.standing()
 
-    def commit(self, worker: int, number: int, changes: Sequence[RowChange], outlay: Outlay | None = None) -> set[str]:
+    def commit(self, worker: int, number: int, commit: Commit) -> set[str]:
         with self.changed:
             latest = self.commits.get(worker)
             if latest is not None and latest[0] == number:
                 return latest[1]
+            changes, spent, table = commit.changes, commit.spent, self.lent
             held = [change for change in changes if self.holds(worker, change.lease)]
-            more = Increment() if outlay is None or outlay.more is None else outlay.more
-            own = None if outlay is None or outlay.more is not None else as_list(outlay)
-            changed = [written(each) for each in held]
-            self.keep("commit", {"changes": changed, "outlay": own, "more": [more.tokens, more.cost]})
-            self.done += more
-            if more.events and self.observed:
-                self.sent[next(self.positions)] = more.events
+            kept = {"spent": [spent.tokens, spent.nano or 0], "learnt": commit.learnt, "table": table}
+            self.keep("commit", {"changes": [written(each) for each in held], **kept})
+            self.done, self.lent = self.done + spent, None
+            if spent.events and self.observed:
+                self.sent[next(self.positions)] = spent.events
             for change in held:
                 if change.result is not None:
                     self.end(change)
@@ -522,7 +542,3 @@ def write_step(step: KeptStep) -> dict[str, object]:
 def read_step(step: Any) -> KeptStep:
     key, content = bytes.fromhex(step["key"]), bytes.fromhex(step["content"])
     return KeptStep(step["agent"], key, content, step["kind"], base64.b64decode(step["body"]))
-
-
-def as_list(outlay: Outlay) -> list[object]:
-    return [outlay.tokens, outlay.cost, outlay.advance, outlay.learnt]

@@ -24,7 +24,7 @@ from batch_agent.messages import JsonObject, Usage
 from batch_agent.observe.summary import summary_json
 from batch_agent.record.reader import RunSnapshot, look, open_run
 from batch_agent.record.redis.reading import live_status
-from batch_agent.record.store import RunProgress
+from batch_agent.record.store import Totals
 from batch_agent.run.run import Run
 from batch_agent.testing import CallTools, Fail, Request, Say, ScriptedServer, ToolUse
 
@@ -224,7 +224,7 @@ def test_the_rate_of_a_run_in_redis_is_that_of_its_feeder_or_of_its_workers() ->
     workers: list[JsonObject] = [{"rows_per_second": 2.0, "agents": {"running": 3}}, {"rows_per_second": 1.0}]
     feeder: JsonObject = {"rows_per_second": 3.0, "agents": {"running": 4}, "feeder": True}
     for reports, running in ((workers, 3), ([feeder, *workers], 4)):
-        view = RunSnapshot("r", {"total": 9}, "running", 1, RunProgress(), workers=reports)
+        view = RunSnapshot("r", {"total": 9}, "running", 1, Totals(), workers=reports)
         status = live_status(view, paused=False)
         assert (status["rows_per_second"], status["seconds_left"], status["agents"]) == (3.0, 3.0, {"running": running})
 

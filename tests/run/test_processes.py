@@ -337,13 +337,14 @@ async def test_a_run_that_only_feeds_says_how_to_start_a_worker_which_does_its_r
 
 
 def looks_joined(run_dir: Path, worker: asyncio.subprocess.Process) -> bool:
-    """Whether the journal has the table of shares, which it gets when the first worker joins."""
+    """Whether the table of shares in the journal has two members."""
     from batch_agent.record.sqlite import TABLE, connect_to_read
 
     assert worker.returncode is None
     db = connect_to_read(run_dir / "journal.db")
     try:
-        return db.execute("SELECT count(*) FROM fact WHERE name = ?", (TABLE,)).fetchone()[0] > 0
+        found = db.execute("SELECT value FROM fact WHERE name = ?", (TABLE,)).fetchone()
+        return found is not None and len(json.loads(found[0])["members"]) > 1
     finally:
         db.close()
 

@@ -19,7 +19,7 @@ from batch_agent.errors import SpecError
 from batch_agent.record.directory import DirectoryStore
 from batch_agent.record.lock import is_locked
 from batch_agent.record.sqlite import SqliteJournal
-from batch_agent.record.store import KeptStep, RunProgress
+from batch_agent.record.store import KeptStep
 from batch_agent.run.run import Run
 from batch_agent.testing import CallTools, Fail, Hang, Request, Say, ScriptedBackend, ToolUse, virtual_clock
 
@@ -181,11 +181,11 @@ class SlowDisk(SqliteJournal):
     may_commit: threading.Event
     reached: threading.Event
 
-    def commit(self, steps: Sequence[KeptStep], progress: RunProgress) -> None:
+    def commit(self, steps: Sequence[KeptStep], *written: Any) -> None:
         if steps:
             self.reached.set()
             assert self.may_commit.wait(10)
-        super().commit(steps, progress)
+        super().commit(steps, *written)
 
 
 async def test_a_row_that_is_on_its_way_to_the_disk_when_the_run_is_cancelled_is_delivered_as_what_it_is(

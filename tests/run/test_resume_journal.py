@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from batch_agent import AgentResult, BatchAgent, StoreError, Tool
 from batch_agent.record.codec import FORMAT, OLDEST
 from batch_agent.record.sqlite import SqliteJournal, glance
-from batch_agent.record.store import KeptStep, RunProgress
+from batch_agent.record.store import KeptStep, Totals
 from batch_agent.testing import Request, Say, ScriptedBackend
 
 JOURNALS = Path(__file__).parent.parent / "record" / "journals"
@@ -109,7 +109,7 @@ async def test_a_kind_of_step_that_only_a_newer_version_knows_costs_its_row(
     db.close()
     journal = SqliteJournal.open(directory / "journal.db")
     journal.begin(b"", "")
-    journal.commit([KeptStep(agent, key, row, 99, body)], RunProgress())
+    journal.commit([KeptStep(agent, key, row, 99, body)], Totals())
     journal.close()
     results, requests = await resume(directory, retry_failed=False)
     assert [result.output and result.output.word for result in results] == ["new", "mended", None, "new"]

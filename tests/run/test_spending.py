@@ -11,7 +11,9 @@ from batch_agent.backends.base import ModelRequest, RequestShape
 from batch_agent.dispatch.spending import Spending
 from batch_agent.errors import BackendError, BadResponse, Interrupted, Rejected, Timeout, Unavailable
 from batch_agent.messages import Conversation, Message, Usage
+from batch_agent.run.sharing import WholeBudget
 from batch_agent.scheduler.budget import Amount
+from batch_agent.share.table import BUDGET_TOKENS, Grant
 from batch_agent.testing import virtual_clock
 
 REQUEST = ModelRequest(RequestShape("m", max_tokens=100), Conversation([Message("user", "x" * 100)]), "0", 1)
@@ -76,16 +78,16 @@ async def test_when_time_is_up_the_run_is_told_and_every_call_is_refused() -> No
 
 
 async def test_a_commit_gives_a_worker_of_a_shared_run_no_budget() -> None:
-    """Only the table of shares does: it knows what the other workers hold."""
+    """Only its reports to the table of shares do: they know what the other workers hold."""
     budget = spending([], max_total_tokens=10_000)
+    whole = WholeBudget(budget, 1)
     budget.start(commit=lambda: None, shared=True)
     waiting = asyncio.ensure_future(budget.reserve(REQUEST))
     await asyncio.sleep(0)
     budget.claim()
-    for _ in range(3):
-        assert budget.next_advance() is None
-        budget.advance_written()
-        await asyncio.sleep(0)
+    assert whole.claims(last=False) == {}
+    whole.granted({BUDGET_TOKENS: Grant(10_000, 10_000)})  # of a commit that began when it was alone
+    await asyncio.sleep(0)
     assert not waiting.done()
     budget.granted(Amount(10_000), Amount(), Amount())
     await waiting

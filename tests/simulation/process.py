@@ -41,7 +41,7 @@ from batch_agent.record.memory import MemoryStore
 from batch_agent.record.served import Answer as Answered
 from batch_agent.record.served import Call, ServedStore, StoreDesk, dump, load
 from batch_agent.record.sqlite import SqliteJournal
-from batch_agent.record.store import KeptStep, Lease, RunProgress
+from batch_agent.record.store import KeptStep, Lease
 from batch_agent.run.crew import REFUSED, ProcessCrew
 from batch_agent.run.joining import JoinedWorker
 from batch_agent.run.run import Run
@@ -452,10 +452,10 @@ class SimulatedJournal(SqliteJournal):
 
     disk: Disk | None = None
 
-    def commit(self, steps: Sequence[KeptStep], progress: RunProgress) -> None:
+    def commit(self, steps: Sequence[KeptStep], *written: Any) -> None:
         if self.disk is not None and self.disk.is_full:
             raise StoreError("the disk is full")
-        super().commit(steps, progress)
+        super().commit(steps, *written)
 
 
 def recorded(directory: Path) -> Counter[str]:

@@ -67,7 +67,7 @@ from batch_agent.record.steps import (
     CallWithdrawn,
     Ended,
     Failed,
-    Spent,
+    Used,
     call_digest,
     conversation_of_ask,
 )
@@ -164,15 +164,15 @@ class Tally:
         if cost is not None:
             self.cost = cost + (self.cost or 0.0)
 
-    def take_over(self, spent: Spent) -> None:
+    def take_over(self, spent: Used) -> None:
         self.sent, self.retries, self.cost, self.before = spent.sent, spent.retries, spent.cost, spent.total
         self.again = False
         self.queued, self.inference, self.tool_wait = spent.queued, spent.inference, spent.tool_wait
 
-    def spent(self, seconds: float) -> Spent:
+    def spent(self, seconds: float) -> Used:
         """Return everything spent. ``seconds`` is the agent's lifetime in this session."""
         total = self.before + seconds
-        return Spent(self.sent, self.retries, self.queued, self.inference, self.tool_wait, total, self.cost)
+        return Used(self.sent, self.retries, self.queued, self.inference, self.tool_wait, total, self.cost)
 
     def timings(self, total: float) -> Timings:
         return Timings(self.queued, self.inference, self.tool_wait, total, self.first_token)
@@ -651,7 +651,7 @@ class Agent:
         """Return how long the agent has worked, in all sessions."""
         return self.tally.before + (self._clock() - self._began if self.trail.fresh else 0.0)
 
-    def spent(self) -> Spent:
+    def spent(self) -> Used:
         return self.tally.spent(self._clock() - self._began)
 
     def shown(self) -> JsonObject:

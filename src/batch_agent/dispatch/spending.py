@@ -30,7 +30,7 @@ from batch_agent.errors import BackendError, Interrupted, StoreError
 from batch_agent.messages import Usage
 from batch_agent.money import dollars, limit_dollars
 from batch_agent.observe.statistics import Statistics
-from batch_agent.record.store import Account, Outlay
+from batch_agent.record.store import Spent
 from batch_agent.scheduler.budget import (
     ADVANCE_TEMPLATE_TOKENS,
     FIRST_ANSWER_TOKENS,
@@ -69,7 +69,7 @@ class Call:
             self.spending.fail(self, self.request, error)
 
 
-class Spending(Account):
+class Spending:
     """What calls cost, and whether the next one may be sent. ``on_short`` is called with whether a request waits for
     others to settle. ``on_exhausted`` is called once with the limit that ended the run. ``on_time_up`` is called if
     that is a time limit: every later request is refused, and agents that wait for something else should end with
@@ -113,15 +113,13 @@ class Spending(Account):
         self._wall_timer: asyncio.TimerHandle | None = None
         self._cost_timer: asyncio.TimerHandle | None = None
         self._ticker: asyncio.TimerHandle | None = None
-        self._paid_until = self._next_paid = math.inf  # loop time up to which running time is recorded as spent
+        self._paid_until = math.inf  # loop time up to which running time is recorded as spent
         self._is_shared = False
-        self._time_alone = 0.0  # $ of running time before this run was shared, that the table does not have
-        self._before = NOTHING  # what earlier sessions spent, as far as the ledger of this process has it
-        self.earlier: Outlay | None = None  # what they spent, for people
+        self.time_alone = 0.0  # $ of running time before this run was shared
+        self._earlier: Spent | None = None  # what earlier sessions spent
         self._commit: Callable[[], None] | None = None
         self._claimed = NOTHING  # spent when an advance was last claimed
         self._rows_claimed = NOTHING  # spent when a share for rows was last claimed
-        self._next_advance = NOTHING  # the advance of the pending commit
         self._broken: StoreError | None = None  # reason why no advance can be obtained any more
         self._started: float | None = None
         self._closed: float | None = None
@@ -144,7 +142,7 @@ class Spending(Account):
             return statistics
         if self._per_second:
             statistics = replace(statistics, cost=self.so_far()[1])
-        if (before := self.earlier) is not None and before.tokens:
+        if (before := self._earlier) is not None and before.tokens:
             statistics = replace(statistics, earlier_tokens=before.tokens, earlier_cost=before.cost)
         return statistics
 
@@ -155,37 +153,43 @@ class Spending(Account):
 
     def start(
         self,
-        spent: Amount = NOTHING,
+        earlier: Spent | None = None,
         learnt: Learnt | None = None,
         commit: Callable[[], None] | None = None,
         *,
         shared: bool = False,
     ) -> None:
-        """Start the clock. ``spent``: cost of earlier sessions of the run; ``learnt``: their call statistics.
-        ``commit`` requests a commit of the journal of a recorded run, which renews the advance. ``shared``: a share of
-        the budget of all workers."""
+        """Start the clock. ``earlier``: what earlier sessions of the run have spent; ``learnt``: their call statistics.
+        ``commit`` requests a new share of the budget, which this worker may spend; None: the run has no record.
+        ``shared``: other workers have shares too."""
         loop = asyncio.get_running_loop()
         if learnt is not None:
             self._estimator.start(learnt)
         self._started = loop.time()
-        self._ledger.spent = self._before = spent
+        self._earlier = earlier
+        if earlier is not None:
+            self._ledger.others = Amount(earlier.tokens, earlier.cost or 0.0)
         self._is_shared = shared
         if shared and self.rows is not None:
             self.rows.allowance = 0.0
         if commit is not None and self._counting:
             self._commit = commit
-            self._ledger.advance = spent if self._limited else None
+            self._ledger.advance = NOTHING if self._limited else None
         if self._max_wall_time is not None:
             words = f"max_wall_time, {self._max_wall_time:g} s, is over"
             self._wall_timer = loop.call_later(self._max_wall_time, self._stop_the_clock, words)
         if self._timed:
-            if not shared:
-                self._stop_in((self._max_cost or 0.0) - spent.cost)
-            if self._commit is not None:
-                self._paid_until = self._started
-                self._tick()
+            self._start_timers()
 
-    def is_time_spent(self, before: Outlay) -> bool:
+    def _start_timers(self) -> None:
+        """Begin to count running time."""
+        if not self._is_shared:
+            self._stop_in((self._max_cost or 0.0) - self._ledger.others.cost)
+        if self._commit is not None:
+            self._paid_until = asyncio.get_running_loop().time()
+            self._tick()
+
+    def is_time_spent(self, before: Spent) -> bool:
         """Return whether earlier sessions have spent the whole budget on running time."""
         return self._timed and (before.cost or 0.0) >= (self._max_cost or 0.0)
 
@@ -205,22 +209,40 @@ class Spending(Account):
             self._commit()
             self._ticker = asyncio.get_running_loop().call_later(TICK, self._tick)
 
-    def share(self, moved: Amount, commit: Callable[[], None]) -> None:
-        """Use shares of a budget from now on: other workers have joined the run. ``moved`` is what the table of shares
-        has taken over of what this session has spent. ``commit`` requests a new share."""
+    def share(self, commit: Callable[[], None]) -> None:
+        """Share the budget from now on: other workers have joined the run. ``commit`` requests a new share."""
         self._is_shared = True
         if self.rows is not None:
             self.rows.allowance = 0.0
-        self._time_alone = max(0.0, self._seconds() * self._per_second - moved.cost)
-        self._ledger.spent = self._ledger.spent - self._before - moved
-        self._before = NOTHING
+        self.time_alone = self._seconds() * self._per_second
         if self._counting:
             self._commit = commit
             self._ledger.advance = self._ledger.spent + self._ledger.reserved if self._limited else None
 
-    def claim_time(self) -> tuple[float, float | None]:
-        """Return the $ of running time before this run was shared, and the limit of all workers together."""
-        return self._time_alone, self._max_cost
+    @property
+    def is_alone(self) -> bool:
+        """Whether this worker is the only one, and the run counts a budget or running time."""
+        return not self._is_shared and self._started is not None and (self.has_advance or bool(self._per_second))
+
+    @property
+    def time_limit(self) -> float | None:
+        """The $ that running time may cost in all sessions and workers."""
+        return self._max_cost if self._per_second else None
+
+    def claim_own_time(self) -> tuple[float, float, float]:
+        """Return the $ that the running time of the only worker has cost, what is recorded of that and ahead of it, and
+        what is to be recorded."""
+        used = self._seconds() * self._per_second
+        if not self._timed:
+            return used, used, used
+        held = max(used, (self._paid_until - (self._started or 0.0)) * self._per_second)
+        return used, held, max(held, used + PAID_AHEAD * self._per_second)
+
+    def grant_own_time(self, held: float) -> None:
+        """Running time of the only worker is recorded as spent up to ``held`` $."""
+        if self._timed and self._started is not None:
+            self._paid_until = self._started + held / self._per_second
+            self._serve()
 
     def grant_time(self, sent: float, paid: float, left: float) -> None:
         """Set how long the run may continue: running time is recorded as spent for ``paid`` $ from the loop time
@@ -236,21 +258,13 @@ class Spending(Account):
         for timer in filter(None, (self._wall_timer, self._cost_timer, self._ticker)):
             timer.cancel()
 
-    # As the journal sees it
-
-    def next_advance(self) -> tuple[int, float] | None:
-        """Return the advance for the commit that begins now, in tokens and $ of this session; None if no advance is
-        needed. A worker of a shared run gets its advance from the table of shares, not by a commit."""
-        if self._ledger.advance is None or self._is_shared:
-            return self._time_advance(0)
-        own = self._ask_advance() - self._before
-        return self._time_advance(own.tokens) or (own.tokens, own.cost)
+    # Claims
 
     def _ask_advance(self) -> Amount:
         """Return the advance to ask for. Until it is granted, the smaller of it and the present advance holds."""
         ledger = self._ledger
         assert ledger.advance is not None
-        asked = self._next_advance = self._advance_for(self._awaited())
+        asked = self._advance_for(self._awaited())
         ledger.advance = Amount(min(asked.tokens, ledger.advance.tokens), min(asked.cost, ledger.advance.cost))
         return asked
 
@@ -259,15 +273,6 @@ class Spending(Account):
         template = Usage(prompt_tokens=0 if known else ADVANCE_TEMPLATE_TOKENS)
         more = _amount(template, None if self._prices is None else self._prices.most(template))
         return self._ledger.next_advance(waiting, more)
-
-    def _time_advance(self, tokens: int) -> tuple[int, float] | None:
-        """Return an advance with the running time of this session so far, and a little more; None if running time has
-        no limit."""
-        if not self._timed or self._started is None or self._is_shared:
-            return None
-        self._next_paid = asyncio.get_running_loop().time() + PAID_AHEAD
-        used, most = self._seconds() * self._per_second, (self._max_cost or 0.0) - self._before.cost
-        return tokens, max(used, min(used + PAID_AHEAD * self._per_second, most))
 
     def claim(self) -> tuple[Amount, Amount, Amount, Amount, bool]:
         """Return five values for the table of shares: what this worker has spent; the part of its advance that it
@@ -302,8 +307,7 @@ class Spending(Account):
         return self._ledger.max_tokens, self._ledger.max_cost
 
     def granted(self, advance: Amount, others: Amount, others_open: Amount) -> None:
-        """Set the advance that this worker of a shared run holds from now on, and what the others have spent and
-        hold."""
+        """Set the advance that this worker holds from now on, and what the others have spent and hold."""
         self._ledger.advance, self._ledger.others, self._ledger.others_open = advance, others, others_open
         self._serve()
 
@@ -314,16 +318,11 @@ class Spending(Account):
             return None
         return known.answers, known.longest, known.least, known.weighed, math.ceil(1000 * known.heaviest)
 
-    def advance_written(self, error: StoreError | None = None) -> None:
-        """Called when the commit with the latest advance is on disk, or with the error that ended all commits."""
-        if self._ledger.advance is None and not self._timed:
-            return
-        self._broken = error
-        if error is None and not self._is_shared:
-            self._paid_until = self._next_paid
-            if self._ledger.advance is not None:
-                self._ledger.advance = self._next_advance
-        self._serve()
+    def fail_all(self, error: StoreError) -> None:
+        """Refuse every call that would need a new share of the budget: none can be recorded any more."""
+        if self._ledger.advance is not None or self._timed:
+            self._broken = error
+            self._serve()
 
     def _awaited(self, most: int | None = None, *, beside_others: bool = True) -> Amount:
         """Return the sum of the first ``most`` waiting calls, as far as they fit the limits beside what other workers
@@ -469,7 +468,7 @@ class Spending(Account):
         """Return whether a row may start. ``before`` is its cost in earlier sessions. If it may not, and no row runs
         whose end could change that, the run is out of budget."""
         rows, ledger = self.rows, self._ledger
-        spent = ledger.spent - self._rows_claimed if self._is_shared else ledger.spent
+        spent = ledger.spent - self._rows_claimed if self._is_shared else ledger.spent + ledger.others
         if rows is None or rows.fits(stage, self._part(spent), before):
             return True
         if not rows.is_idle(stage) or (self._is_shared and not rows.decided):

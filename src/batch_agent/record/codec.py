@@ -32,8 +32,8 @@ from batch_agent.record.steps import (
     Ended,
     Failed,
     Restarted,
-    Spent,
     Step,
+    Used,
 )
 
 if TYPE_CHECKING:
@@ -225,8 +225,8 @@ def _to_usage(array: object) -> Usage:
 _from_spent = attrgetter("sent", "retries", "queued", "inference", "tool_wait", "total", "cost")
 
 
-def _to_spent(array: object) -> Spent:
-    return Spent(*_read(array, SPENT))
+def _to_spent(array: object) -> Used:
+    return Used(*_read(array, SPENT))
 
 
 def _dump(value: object) -> bytes:

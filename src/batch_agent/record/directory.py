@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from threading import Lock as ThreadLock
@@ -30,12 +30,12 @@ from batch_agent.record.store import (
     Identity,
     KeptStep,
     Lease,
-    Outlay,
     Phase,
     Resuming,
     Row,
     RowChange,
-    RunProgress,
+    Spent,
+    Totals,
 )
 from batch_agent.share.table import BUDGET_COST, BUDGET_TOKENS, DOLLAR, Table
 
@@ -43,7 +43,19 @@ logger = logging.getLogger("batch_agent")
 
 # Calls that read or write files, or wait.
 BLOCKING = frozenset(
-    {"open", "facts", "open_feed", "feed", "write_facts", "close_feed", "spent", "claim", "job_lines", "add_job_lines"}
+    {
+        "open",
+        "facts",
+        "open_feed",
+        "feed",
+        "write_facts",
+        "close_feed",
+        "spent",
+        "learnt",
+        "claim",
+        "job_lines",
+        "add_job_lines",
+    }
     | {"close", "beat", "resign", "steer", "wait_calls"}
 )
 OpenJournal = Callable[..., SqliteJournal]
@@ -72,8 +84,7 @@ class DirectoryStore(MemoryStore):
         self._disk = ThreadLock()  # held while files are read or written
         self._has_past = False
         self._forced = False  # answers are kept by force, whatever the session before did
-        self._outlay = Outlay()
-        self._in_table: Collection[str] = ()  # budgets that several workers share: what is spent of them
+        self._learnt: tuple[int, ...] | None = None  # statistics of calls
         self._numbers = count(1)  # of agents in the journal
         self._agents: dict[str, dict[int, int]] = {}  # by place: numbers of the agents of other processes
 
@@ -89,6 +100,9 @@ class DirectoryStore(MemoryStore):
         with self._disk:
             resume, self._forced = resuming.resume or resuming.force, resuming.force
             self._directory = RunDir.open(self.path, resume=resume, open_journal=self._open_journal)
+            table = self._journal.fact(TABLE)
+            self._table = Table.from_json(cast(JsonObject, from_json(table.encode())) if table else {})
+            self._table.forget_members(self._wall())
 
     def close(self) -> None:
         with self._disk:
@@ -128,8 +142,6 @@ class DirectoryStore(MemoryStore):
             journal.begin(bytes.fromhex(fingerprint), str(facts.get("session_started")))
             changed = previous is not None and previous.get("fingerprint") not in (None, fingerprint)
             directory.begin_files(drop=resuming.drop)
-            table = journal.fact(TABLE)
-            self._table = Table.from_json(cast(JsonObject, from_json(table.encode())) if table else {})
             self._table.forget_members(self._wall())
             self._put_facts(facts)
         self._warn(changed=changed, forced=resuming.force)
@@ -197,7 +209,7 @@ class DirectoryStore(MemoryStore):
 
             writes: list[Callable[[], None]] = [
                 lambda: directory.end_files(every=facts.get("state") == "complete"),
-                lambda: self._journal.commit((), self._progress()),
+                lambda: self._journal.commit((), self._totals(), self._learnt),
                 lambda: self._put_facts(facts),
             ]
             if isinstance(summary, dict):
@@ -238,15 +250,16 @@ class DirectoryStore(MemoryStore):
         return self._numbers if worker in self._here else super().agent_numbers(worker)
 
     def _record(
-        self, worker: int, changes: Sequence[RowChange], outlay: Outlay | None
+        self, worker: int, changes: Sequence[RowChange], learnt: tuple[int, ...] | None
     ) -> Sequence[tuple[KeptStep, ...]]:
+        with self._lock:
+            facts, self._lent = {TABLE: _text(self._table)} if self._lent else {}, False
         with self._disk:
-            # A worker of another process leaves when all rows have their results.
-            if self._directory is None and not changes and outlay is not None and outlay.more is not None:
+            here = worker in self._here
+            if self._directory is None and not (changes or here):  # a worker leaves when all rows have their results
                 return ()
-            directory, here = self._dir, worker in self._here
-            if outlay is not None:
-                self._outlay = self._counted(outlay if outlay.more is None else self._outlay, outlay.learnt)
+            directory = self._dir
+            self._learnt = learnt or self._learnt
             recorded: list[tuple[KeptStep, ...]] = []
             steps: list[KeptStep] = []
             ended: list[RowChange] = []
@@ -255,7 +268,7 @@ class DirectoryStore(MemoryStore):
                 steps += recorded[-1]
                 if change.result is not None:
                     ended.append(change)
-            directory.journal.commit(steps, self._progress(ended))
+            directory.journal.commit(steps, self._totals(ended), self._learnt, facts)
             if ended:
                 directory.schema = self._schema
                 directory.write([self._written(change) for change in ended])
@@ -284,33 +297,13 @@ class DirectoryStore(MemoryStore):
             steps.append(step)
         return tuple(steps)
 
-    def _counted(self, outlay: Outlay, learnt: tuple[int, ...] | None) -> Outlay:
-        """Return what the line of this session has of what its own worker has spent. What the table counts stays as it
-        was when the workers began to share."""
-        before, shared = self._outlay, self._in_table
-        return Outlay(
-            before.tokens if BUDGET_TOKENS in shared else outlay.tokens,
-            before.cost if BUDGET_COST in shared else outlay.cost,
-            None if shared else outlay.advance,
-            learnt or before.learnt,
-        )
-
-    def _progress(self, ended: Sequence[RowChange] = ()) -> RunProgress:
-        outlay, others = self._outlay, self._done_elsewhere
+    def _totals(self, ended: Sequence[RowChange] = ()) -> Totals:
         failed = resumed = 0
         for change in ended:
             failed += bool(change.error)
             resumed += change.resumed
-        cost = outlay.cost if not others.cost else (outlay.cost or 0.0) + others.cost / DOLLAR
-        return RunProgress(
-            self._ok + len(ended) - failed,
-            self._failed + failed,
-            self._resumed + resumed,
-            outlay.tokens + others.tokens,
-            cost,
-            outlay.advance,
-            outlay.learnt,
-        )
+        ok = self._ok + len(ended) - failed
+        return Totals(ok, self._failed + failed, self._resumed + resumed, self._done)
 
     def _read_jobs(self) -> list[bytes]:
         with self._disk:
@@ -322,22 +315,21 @@ class DirectoryStore(MemoryStore):
 
     # What is spent
 
-    def spent(self) -> Outlay:
+    def spent(self) -> Spent:
         with self._disk:
-            return Outlay(*self._journal.spent(), None, self._journal.learnt())
-
-    def share(self, budgets: Collection[str]) -> tuple[int, float]:
-        """Let the table count what is spent of these budgets from now on, for several workers. Returns what this
-        session has spent of them, in tokens and $: that stays in its line."""
-        with self._lock, self._disk:
-            self._in_table = budgets
-            self._outlay = mine = self._counted(self._outlay, None)  # this session is alive: its advance is not spent
-            self._journal.commit((), self._progress())
-            tokens, cost = self._journal.spent(shared=False)
+            tokens, cost = self._journal.spent()
             self._table.outside = {BUDGET_TOKENS: tokens, BUDGET_COST: round(cost * DOLLAR)}
-            return mine.tokens, mine.cost or 0.0
+        return super().spent()
+
+    def learnt(self) -> tuple[int, ...] | None:
+        with self._disk:
+            return self._journal.learnt()
 
     def _write_table(self, table: JsonObject) -> None:
         with self._disk:
             if self._directory is not None:
                 self._journal.set_fact(TABLE, to_json(table).decode())
+
+
+def _text(table: Table) -> str:
+    return to_json(table.to_json()).decode()

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
-from typing import Any
+from operator import itemgetter
+from typing import Any, Protocol
 from zlib import crc32
 
 import orjson
@@ -31,20 +32,20 @@ from batch_agent.job import AgentResult
 from batch_agent.messages import Message, content_shown
 from batch_agent.record.codec import encode
 from batch_agent.record.keys import KEY_BYTES, shape_fields
-from batch_agent.record.steps import Failed, Past, Restarted, Spent, Step
+from batch_agent.record.steps import Failed, Past, Restarted, Step, Used
 from batch_agent.record.store import (
     GATHERING,
-    Account,
+    Commit,
     Identity,
-    Increment,
     KeptStep,
     Lease,
-    Outlay,
     Row,
     RowChange,
+    Spent,
     Store,
     at_once,
 )
+from batch_agent.share.table import BUDGET_COST, BUDGET_TOKENS, DOLLAR, Claim, Grant
 
 # Digests of requests. They tell whether a resumed agent sends the same request that was recorded.
 #
@@ -205,6 +206,7 @@ class Trail:
         "past",
         "records",
         "retried",
+        "stays_failed",
     )
 
     def __init__(
@@ -227,6 +229,7 @@ class Trail:
         self.records = journal is not None
         self.retried = retried
         self.checks = lease.checks
+        self.stays_failed = self.past.failed is not None and not retried  # its failure is not tried again
         self.ended = self.past.done or self.stays_failed
         self.has_past = bool(self.past.turns or self.past.worked) or self.ended
         self.fresh = not self.has_past
@@ -240,17 +243,12 @@ class Trail:
         """The digest of the whole question of its row, without the row's id."""
         return self.identity.key[:KEY_BYTES]
 
-    @property
-    def stays_failed(self) -> bool:
-        """Whether the record ends with a failure that is not retried."""
-        return self.past.failed is not None and not self.retried
-
     def add(self, step: Step) -> None:
         """Record a step of this session. It is on disk after ``settle``."""
         if self._journal is not None:
             if self._restarts:
                 self._restarts = False
-                self._journal.add(self, Restarted(self.past.spent or Spent()))
+                self._journal.add(self, Restarted(self.past.spent or Used()))
             self._commit = self._journal.add(self, step)
 
     @property
@@ -271,25 +269,72 @@ BACKLOG = 1024  # records and results that may wait for the disk; above that, no
 AT_ONCE = 64  # agents that are resumed in the same turn of the event loop after a commit
 
 
+class Meter:
+    """What a worker has spent and done since its latest commit. ``so_far`` returns the tokens and $ that it has spent,
+    ``learnt`` statistics of its calls. ``budgets`` are counted in the table of shares, so they are left out. ``work``
+    returns the numbers and the events of a worker that reports to a feeder in another process."""
+
+    def __init__(
+        self,
+        so_far: Callable[[], tuple[int, float | None]] = lambda: (0, None),
+        budgets: Collection[str] = (),
+        learnt: Callable[[], tuple[int, ...] | None] = lambda: None,
+        work: Callable[[], tuple[Mapping[str, float], bytes]] | None = None,
+    ) -> None:
+        self._so_far, self._budgets, self._learnt, self._work = so_far, budgets, learnt, work
+        self._tokens = self._nano = 0  # at the latest commit
+
+    def commit(self) -> Commit:
+        """Return the commit that begins now, without changes of rows."""
+        tokens, cost = self._so_far()
+        more, nano = 0 if BUDGET_TOKENS in self._budgets else tokens - self._tokens, None
+        if cost is not None and BUDGET_COST not in self._budgets:
+            before, self._nano = self._nano, round(cost * DOLLAR)
+            nano = self._nano - before
+        self._tokens = tokens
+        spent = Spent(more, nano) if self._work is None else Spent(more, nano, *self._work())
+        return Commit((), spent, self._learnt())
+
+
+class Claimant(Protocol):
+    """The budget of a run with one worker, of which each commit claims a part (``RunStore.lend``)."""
+
+    @property
+    def member(self) -> str: ...
+
+    def claims(self, *, last: bool) -> Mapping[str, Claim]:
+        """Return the claims of the commit that begins now; {} for none. ``last``: nothing more will be spent."""
+        ...
+
+    def granted(self, grants: Mapping[str, Grant]) -> None:
+        """The commit with the latest claims is on disk."""
+        ...
+
+    def broken(self, error: StoreError) -> None:
+        """Nothing can be recorded any more, so nothing more can be granted."""
+        ...
+
+
 class Journal:
-    """Writes the steps and results of one worker. ``account`` reports what the session spends; ``more`` returns what
-    this worker has done since the last call, if the store is outside its process. ``on_committed`` is called with the
-    places of rows that other workers have now, and with the leases of rows whose results are recorded. ``on_backlog``
-    is called with True when too many records wait for the store to start new agents, and with False when that ends.
-    ``on_overdue`` is called with True when a commit takes too long, and with False when it is done. ``on_failed`` is
-    called with the error of a commit: nothing can be recorded any more."""
+    """Writes the steps and results of one worker. ``meter`` knows what it has spent. ``budget`` claims parts of a
+    budget with the commits. ``on_committed`` is called with the places of rows that other workers have now, and with
+    the leases of rows whose results are recorded; ``on_written`` after each commit. ``on_backlog`` is called with True
+    when too many records wait for the store to start new agents, and with False when that ends. ``on_overdue`` is
+    called with True when a commit takes too long, and with False when it is done. ``on_failed`` is called with the
+    error of a commit: nothing can be recorded any more."""
 
     def __init__(
         self,
         store: Store,
         worker: int,
         *,
-        account: Account | None = None,
-        more: Callable[[], Increment] | None = None,
+        meter: Meter | None = None,
+        budget: Claimant | None = None,
         on_committed: Callable[[set[str], Sequence[Lease]], None] = lambda lost, ended: None,
         on_backlog: Callable[[bool], None] = lambda _: None,
         on_overdue: Callable[[bool], None] = lambda _: None,
         on_failed: Callable[[StoreError], None] = lambda _: None,
+        on_written: Callable[[], None] | None = None,
     ) -> None:
         self._store, self._worker, self._on_committed = store, worker, on_committed
         self._loop = asyncio.get_running_loop()
@@ -298,7 +343,9 @@ class Journal:
         self._make: Callable[[Callable[[], set[str]]], asyncio.Future[set[str]]]
         self._make = in_thread if store.gathering else at_once
         self._numbers = store.blocking.agent_numbers(worker)
-        self._account, self._more = Account() if account is None else account, more
+        self._meter = Meter() if meter is None else meter
+        self._budget, self._on_written = budget, on_written
+        self._grants: Mapping[str, Grant] = {}  # those of the running commit
         self._on_backlog, self._on_overdue, self._on_failed = on_backlog, on_overdue, on_failed
         self._alarm: asyncio.TimerHandle | None = None
         self._is_overdue = False
@@ -372,7 +419,8 @@ class Journal:
         if self._failure is not None:
             waiter.set_exception(self._failure)
         elif self._busy:
-            last = self._gathering if self._is_wanted else self._gathering - 1
+            is_wanted = self._entries or self._results or self._touched
+            last = self._gathering if is_wanted else self._gathering - 1
             self._waiters.setdefault(last, []).append(waiter)
         else:
             waiter.set_result(None)
@@ -383,9 +431,8 @@ class Journal:
         Returns the error if something could not be written."""
         failure = await to_its_end(self.flush())
         if failure is None:
-            tokens, cost = self._account.so_far()
-            outlay = Outlay(tokens, cost, None, self._account.learnt(), self._more and self._more())
-            last = partial(self._store.blocking.commit, self._worker, self._gathering, (), outlay)
+            claims = None if self._budget is None else self._budget.claims(last=True)
+            last = partial(self._write, self._gathering, [], [], self._meter.commit(), claims)
             failure = await to_its_end(self._make(last))
         if failure is not None and not isinstance(failure, StoreError):
             failure = StoreError(f"the run cannot be recorded: {failure!r}")
@@ -394,11 +441,6 @@ class Journal:
     def close(self) -> None:
         """Refuse everything from now on."""
         self._failure = self._failure or StoreError("the record of the run is closed")
-
-    @property
-    def _is_wanted(self) -> bool:
-        """Whether there is something to write in another commit."""
-        return bool(self._entries or self._results or self._touched)
 
     def _wake(self) -> None:
         if not self._gathering_since:
@@ -424,10 +466,9 @@ class Journal:
         self._committing_since, self._gathering_since = self._gathering_since, 0.0
         number = self._gathering
         self._gathering += 1
-        advance = self._account.next_advance()
-        outlay = Outlay(*self._account.so_far(), advance, self._account.learnt(), self._more and self._more())
-        self._committing = [row for row, _ in results]
-        commit = self._make(partial(self._write, number, entries, results, outlay))
+        self._committing = list(map(itemgetter(0), results))
+        claims = None if self._budget is None else self._budget.claims(last=False)
+        commit = self._make(partial(self._write, number, entries, results, self._meter.commit(), claims))
         if commit.done():
             self._committed(commit)
         else:
@@ -439,7 +480,8 @@ class Journal:
         number: int,
         entries: list[tuple[Trail, Step]],
         results: list[tuple[Lease, AgentResult[object]]],
-        outlay: Outlay,
+        begun: Commit,
+        claims: Mapping[str, Claim] | None,
     ) -> set[str]:
         steps: dict[tuple[str, int], tuple[Lease, list[KeptStep]]] = {}  # by place and token
         for trail, step in entries:
@@ -455,8 +497,11 @@ class Journal:
             error = "" if result.error is None else result.error.type
             _, own = steps.pop((lease.place, lease.token), (lease, []))
             changes.append(RowChange(lease, tuple(own), result, error, result.resumed))
-        changes += [RowChange(lease, tuple(own)) for lease, own in steps.values()]
-        return self._store.blocking.commit(self._worker, number, changes, outlay)
+        for lease, own in steps.values():
+            changes.append(RowChange(lease, tuple(own)))
+        if claims and self._budget is not None:
+            self._grants = self._store.fed.lend(self._budget.member, claims)
+        return self._store.blocking.commit(self._worker, number, replace(begun, changes=changes))
 
     def _committed(self, commit: asyncio.Future[set[str]]) -> None:
         number = self._gathering - 1
@@ -464,17 +509,23 @@ class Journal:
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
+        if self._is_overdue:
             self._set_overdue(False)
         if error is None:
             self._durable = number
-            self._account.advance_written()
+            if self._grants and self._budget is not None:
+                grants, self._grants = self._grants, {}
+                self._budget.granted(grants)
+            if self._on_written is not None:
+                self._on_written()
             if (lost := commit.result()) or self._committing:
                 self._on_committed(lost, self._committing)
-            self._release(self._waiters.pop(number, []))
+            if number in self._waiters:
+                self._release(self._waiters.pop(number))
         else:
             self._fail(error if isinstance(error, StoreError) else StoreError(f"the run cannot be recorded: {error!r}"))
         self._committing_since = 0.0
-        self._busy = self._is_wanted
+        self._busy = bool(self._entries or self._results or self._touched)
         if self._busy:
             self._schedule()
         if self._backlogged and len(self._entries) < BACKLOG:
@@ -491,7 +542,8 @@ class Journal:
         self._entries.clear()
         self._results.clear()
         self._touched = False
-        self._account.advance_written(error)
+        if self._budget is not None:
+            self._budget.broken(error)
         waiters, self._waiters = self._waiters, {}
         for waiting in waiters.values():
             for waiter in waiting:

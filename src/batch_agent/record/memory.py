@@ -32,14 +32,13 @@ from batch_agent.record.store import (
     NUMBERS,
     OBSERVED,
     UNKEPT_SECONDS,
+    Commit,
     Counts,
     FeederReplaced,
     FeederSession,
     Identity,
-    Increment,
     KeptStep,
     Lease,
-    Outlay,
     Phase,
     Resuming,
     Row,
@@ -47,8 +46,20 @@ from batch_agent.record.store import (
     RunStanding,
     SharedCall,
     SharedResult,
+    Spent,
 )
-from batch_agent.share.table import Allotment, Claim, Learnt, Steering, Table, steered
+from batch_agent.share.table import (
+    BUDGET_COST,
+    BUDGET_TOKENS,
+    FOREVER,
+    Allotment,
+    Claim,
+    Grant,
+    Learnt,
+    Steering,
+    Table,
+    steered,
+)
 
 T = TypeVar("T")
 
@@ -107,11 +118,12 @@ class MemoryStore:
         self._committing: set[int] = set()  # workers whose commit is being written
         self._results: deque[SharedResult] = deque()
         self._ok = self._failed = self._resumed = 0
-        self._done_elsewhere = Increment()  # by workers of other processes, in this session
+        self._done = Spent()  # by all workers, in this session
         self._events: deque[tuple[int, bytes]] = deque()  # of these workers, with their positions
         self._event_position = 0
         # Shares, calls, files
         self._table = Table()
+        self._lent = False  # the next commit writes it
         self._calls: dict[str, _Shared] = {}
         self._calls_changed = Condition(self._lock)
         self._kept: deque[tuple[float, str]] = deque()  # end of keeping, key; replaced results are skipped
@@ -148,7 +160,7 @@ class MemoryStore:
         return None
 
     def _record(
-        self, worker: int, changes: Sequence[RowChange], outlay: Outlay | None
+        self, worker: int, changes: Sequence[RowChange], learnt: tuple[int, ...] | None
     ) -> Sequence[tuple[KeptStep, ...]]:
         """Write changes to the files, all of them or none. Returns the steps of each change as they were recorded."""
         return [change.steps for change in changes]
@@ -205,11 +217,12 @@ class MemoryStore:
             if previous is None or previous.get("fingerprint") != facts.get("fingerprint"):
                 self._generation += 1
                 self._drop(list(self._queued))
-            self._facts, self._resuming, self._phase, self._fed = dict(facts), resuming, "running", False
+            self._facts = dict(facts)
+            self._resuming, self._phase, self._fed = resuming, "running", False
             self._sessions += 1
             self._session, self._first_order = self._sessions, self._order + 1
             self._ok = self._failed = self._resumed = 0
-            self._done_elsewhere = Increment()
+            self._done = Spent()
             self._events.clear()
             lease = facts.get("lease")
             self._lease_seconds = float(lease) if isinstance(lease, int | float) else LEASE
@@ -218,7 +231,8 @@ class MemoryStore:
     def keep_feed(self, session: int) -> RunStanding:
         with self._lock:
             self._check_feeder(session)
-            self._end_leases()  # no worker may be there that takes rows
+            if self._clock() >= self._first_end:  # no worker may be there that takes rows
+                self._end_leases()
             return self.standing()
 
     def write_facts(self, session: int, facts: JsonObject) -> None:
@@ -259,13 +273,16 @@ class MemoryStore:
         position = int(after)
         with self._lock:
             if wait > 0:
-                until = self._clock() + wait
-                while (not self._results or self._position <= position) and (left := until - self._clock()) > 0:
-                    self._results_changed.wait(left)
+                self._wait_for_result(position, wait)
             results = self._results
             while results and int(results[0].position) <= position:
                 results.popleft()
             return [*islice(results, most)]
+
+    def _wait_for_result(self, position: int, wait: float) -> None:
+        until = self._clock() + wait
+        while (not self._results or self._position <= position) and (left := until - self._clock()) > 0:
+            self._results_changed.wait(left)
 
     def set_phase(self, session: int, phase: Phase) -> None:
         with self._lock:
@@ -278,13 +295,14 @@ class MemoryStore:
             self._check_feeder(session)
         self._end(facts, phase)
         with self._lock:
-            self._facts, self._phase, self._session = dict(facts), phase, 0
+            self._facts = dict(facts)
+            self._phase, self._session = phase, 0
             self._events.clear()
             self._changed()
 
     def worked(self) -> Mapping[str, float]:
         with self._lock:
-            return self._done_elsewhere.counts
+            return self._done.counts
 
     def events(self, session: int, after: str, most: int) -> list[tuple[str, bytes]]:
         position = int(after)
@@ -299,8 +317,18 @@ class MemoryStore:
         """Whether the feeder of this session has observers."""
         return self._session > 0 and bool(self._facts and self._facts.get(OBSERVED))
 
-    def spent(self) -> Outlay:
-        return Outlay()
+    def spent(self) -> Spent:
+        with self._lock:
+            tokens, nano = self._table.spent_of(BUDGET_TOKENS), self._table.spent_of(BUDGET_COST)
+            return Spent(tokens, nano or None)
+
+    def learnt(self) -> tuple[int, ...] | None:
+        return None
+
+    def lend(self, member: str, claims: Mapping[str, Claim]) -> Mapping[str, Grant]:
+        with self._lock:
+            self._lent = True
+            return self._table.beat(member, self._wall(), FOREVER, claims).grants
 
     def _check_feeder(self, session: int) -> None:
         if session != self._session:
@@ -341,17 +369,19 @@ class MemoryStore:
 
     def take(self, worker: int, most: int, wait: float) -> list[Lease]:
         with self._lock:
+            return self._take(worker, most) or (self._take_later(worker, most, wait) if wait > 0 else [])
+
+    def _take_later(self, worker: int, most: int, wait: float) -> list[Lease]:
+        rows: list[Lease] = []
+        until = self._clock() + wait
+        while not rows and (left := until - self._clock()) > 0 and self._phase != "ended":
+            self._rows_changed.wait(min(left, max(0.0, self._first_end - self._clock())))
             rows = self._take(worker, most)
-            if rows or wait <= 0:
-                return rows
-            until = self._clock() + wait
-            while not rows and (left := until - self._clock()) > 0 and self._phase != "ended":
-                self._rows_changed.wait(min(left, max(0.0, self._first_end - self._clock())))
-                rows = self._take(worker, most)
-            return rows
+        return rows
 
     def _take(self, worker: int, most: int) -> list[Lease]:
-        self._end_leases()
+        if self._first_end != inf and self._clock() >= self._first_end:
+            self._end_leases()
         rows: list[Lease] = []
         if self._phase != "running":  # the record is closed as soon as no row is leased
             return rows
@@ -377,7 +407,8 @@ class MemoryStore:
             self._keeps_past(),
         )
         self._held[order] = lease, worker
-        self._extend((order,), worker)
+        if worker not in self._here:
+            self._extend((order,), worker)
         return lease
 
     def claim(self, lease: Lease, wanted: Sequence[Identity]) -> list[tuple[KeptStep, ...]]:
@@ -390,9 +421,7 @@ class MemoryStore:
         heappush(self._returned, order)
 
     def _extend(self, orders: Iterable[int], worker: int) -> None:
-        """Let the leases of these rows begin now. Those of a worker in this process end when it leaves."""
-        if worker in self._here:
-            return
+        """Let the leases of these rows begin now."""
         until = self._clock() + self._lease_seconds
         for order in orders:
             if order in self._held and self._held[order][1] == worker:  # else another one has taken it meanwhile
@@ -401,8 +430,7 @@ class MemoryStore:
 
     def _end_leases(self) -> None:
         """End the leases whose time is over. While a commit is being written, its worker keeps its rows."""
-        if self._first_end == inf or (now := self._clock()) < self._first_end:
-            return
+        now = self._clock()
         ended = (order for order, until in self._until.items() if until <= now)
         expired = [order for order in ended if self._held[order][1] not in self._committing]
         for order in expired:
@@ -422,11 +450,12 @@ class MemoryStore:
     def renew(self, worker: int, leases: Sequence[Lease]) -> tuple[set[str], RunStanding]:
         with self._lock:
             orders = [self._holder(worker, lease) for lease in leases]
-            self._extend([order for order in orders if order is not None], worker)
+            if worker not in self._here:  # its leases end when it leaves
+                self._extend([order for order in orders if order is not None], worker)
             lost = {lease.place for lease, order in zip(leases, orders, strict=True) if order is None}
             return lost, self.standing()
 
-    def commit(self, worker: int, number: int, changes: Sequence[RowChange], outlay: Outlay | None = None) -> set[str]:
+    def commit(self, worker: int, number: int, commit: Commit) -> set[str]:
         held: list[int] = []
         valid: list[RowChange] = []
         lost: set[str] = set()
@@ -438,12 +467,11 @@ class MemoryStore:
             if latest is not None and latest[0] == number:
                 return latest[1]
             self._committing.add(worker)
-            if outlay is not None and outlay.more is not None:
-                self._done_elsewhere += outlay.more
-                if outlay.more.events and self._observed:
-                    self._event_position += 1
-                    self._events.append((self._event_position, outlay.more.events))
-            for change in changes:
+            self._done += commit.spent
+            if commit.spent.events and self._observed:
+                self._event_position += 1
+                self._events.append((self._event_position, commit.spent.events))
+            for change in commit.changes:
                 order = self._holder(worker, change.lease)
                 if order is None:
                     lost.add(change.lease.place)
@@ -452,10 +480,11 @@ class MemoryStore:
                     valid.append(change)
         recorded: Sequence[tuple[KeptStep, ...]] | None = None
         try:
-            recorded = self._record(worker, valid, outlay) if valid or outlay is not None else ()
+            recorded = self._record(worker, valid, commit.learnt)
         finally:
             with self._lock:
-                self._extend(held, worker)
+                if worker not in self._here:
+                    self._extend(held, worker)
                 if recorded is not None:
                     self._apply(worker, held, valid, recorded)
                     self._commits[worker] = number, lost

@@ -46,7 +46,7 @@ from batch_agent.record.rundir import (
 )
 from batch_agent.record.sqlite import FACTS, Glance, SqliteJournal, glance, open_to_read, steps_in
 from batch_agent.record.steps import Past, read_past
-from batch_agent.record.store import KeptStep, RecordedRow, RunProgress
+from batch_agent.record.store import KeptStep, RecordedRow, Spent, Totals
 from batch_agent.record.timeline import TimelineRecord, read_status, read_timeline
 
 T = TypeVar("T")
@@ -74,7 +74,7 @@ class RunSnapshot:
     facts: JsonObject
     state: ShownState
     sessions: int
-    latest: RunProgress
+    latest: Totals
     fresh: int = 0
     stages: Mapping[str, RunSnapshot] = field(default_factory=dict)
     summary: JsonObject | None = None  # the totals of the last session, or None if it has not ended
@@ -86,19 +86,15 @@ class RunSnapshot:
         return self.stages if stage_names(self.facts) else {"": self}
 
     @property
-    def progress(self) -> RunProgress:
+    def progress(self) -> Totals:
         """The finished rows, summed over the parts; tokens and cost of the whole run. A process that was killed may
         have recorded what a stage has spent, and not yet that of the whole."""
         each = [part.latest for part in self.parts.values()]
-        costs = [part.cost for part in (self.latest, *each) if part.cost is not None]
-        return replace(
-            self.latest,
-            ok=sum(part.ok for part in each),
-            failed=sum(part.failed for part in each),
-            resumed=sum(part.resumed for part in each),
-            tokens=max(self.latest.tokens, sum(part.tokens for part in each)),
-            cost=max(self.latest.cost or 0.0, sum(part.cost or 0.0 for part in each)) if costs else None,
-        )
+        known = [part.spent.nano for part in each if part.spent.nano is not None]
+        whole, parts = self.latest.spent, Spent(sum(part.tokens for part in each), sum(known) if known else None)
+        nano = max((nano for nano in (whole.nano, parts.nano) if nano is not None), default=None)
+        ok, failed, resumed = (sum(getattr(part, name) for part in each) for name in ("ok", "failed", "resumed"))
+        return Totals(ok, failed, resumed, Spent(max(whole.tokens, parts.tokens), nano))
 
     @property
     def fresh_rows(self) -> int:
@@ -451,7 +447,7 @@ class DirectoryReader(RunReader):
         elif state != "running" and locked is True:
             state = "starting"  # run.json is still that of an earlier session
         journal = self.path / JOURNAL
-        seen = glance(journal) if journal.exists() else Glance(0, RunProgress())
+        seen = glance(journal) if journal.exists() else Glance(0, Totals())
         session = latest = seen.latest
         if not (state == "complete" or (state in ("running", "starting") and seen.sessions == 1)) or not seen.sessions:
             # The session does not have all rows of the run: those of earlier ones are in the result files.

@@ -23,7 +23,7 @@ from batch_agent.record.steps import (
     Compacted,
     Past,
     PastTurn,
-    Spent,
+    Used,
     call_digest,
 )
 
@@ -120,7 +120,7 @@ class WorkReplay:
         digest: str,
         nth: int,
         reply: Reply,
-        spent: Spent,
+        spent: Used,
         messages: Sequence[Message],
         digests: Sequence[bytes],
         shared: Sequence[Message],

@@ -41,10 +41,10 @@ from batch_agent.record.store import (
     NUMBERS,
     WAIT,
     WINDOW,
+    Commit,
     Identity,
     KeptStep,
     Lease,
-    Outlay,
     Row,
     RowChange,
     RunStore,
@@ -374,8 +374,9 @@ class ServedStore:
     def renew(self, worker: int, leases: Sequence[Lease]) -> Any:
         return self._call("renew", worker, [lease.bare() for lease in leases])
 
-    def commit(self, worker: int, number: int, changes: Sequence[RowChange], outlay: Outlay | None = None) -> Any:
-        return self._call("commit", worker, number, self._encoded.changes(changes, worker), outlay)
+    def commit(self, worker: int, number: int, commit: Commit) -> Any:
+        changes = self._encoded.changes(commit.changes, worker)
+        return self._call("commit", worker, number, replace(commit, changes=changes))
 
     def hand_back(self, worker: int, leases: Sequence[Lease]) -> None:
         self._call("hand_back", worker, [lease.bare() for lease in leases])

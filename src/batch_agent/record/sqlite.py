@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ from batch_agent.errors import StoreError
 from batch_agent.record.codec import CALL_BEGUN, ENDED, FAILED, FORMAT, OLDEST, RANKS, decode, since_restart
 from batch_agent.record.private import private
 from batch_agent.record.steps import Ended, Past, read_past
-from batch_agent.record.store import Adoption, Identity, KeptStep, RecordedRow, RunProgress
+from batch_agent.record.store import Adoption, Identity, KeptStep, RecordedRow, Spent, Totals
 from batch_agent.share.table import BUDGET_COST, BUDGET_TOKENS, DOLLAR, Table
 
 logger = logging.getLogger("batch_agent")
@@ -60,6 +60,7 @@ CREATE TABLE fact (name TEXT PRIMARY KEY, value TEXT NOT NULL, "check" INTEGER) 
 COUNTS = "ok, failed, resumed, tokens, cost, leased_tokens, leased_cost, learnt"
 # The checksum of a record has two parts: the upper one is of its owner alone, so that whose record it is can be checked
 # without reading its body; the lower 32 bits are of everything. Bit 62 is set in each.
+UPDATE_SESSION = f'UPDATE session SET ({COUNTS}, "check") = (?, ?, ?, ?, ?, ?, ?, ?, ?) WHERE id = ?'
 OWNED, OWNER = 1 << 62, 0x3FFF_FFFF
 CHECK = 'CAST("check" AS INTEGER)'
 # A damaged value may have any type.
@@ -68,6 +69,7 @@ PIECE = 4096
 BUSY = 60.0  # seconds to wait while another process locks the journal
 
 
+NO_FACTS: Mapping[str, str] = {}
 Session = tuple[Any, ...]  # a line: number, fingerprint, start, and the columns COUNTS
 
 
@@ -77,7 +79,7 @@ class Glance:
     all sessions."""
 
     sessions: int
-    latest: RunProgress
+    latest: Totals
 
 
 class SqliteJournal:
@@ -87,7 +89,6 @@ class SqliteJournal:
         self._db = connection
         self._path = path
         self._session: tuple[int, bytes, str] = (0, b"", "")  # number, fingerprint, start
-        self._advance: tuple[int, float] = (0, 0.0)  # as written on disk
         self._full: bool | None = None  # whether commits are synced
         self._by_row = False
         self._claimed: dict[int, bytearray] = {}  # a byte for each recorded agent, in pieces of PIECE
@@ -124,11 +125,12 @@ class SqliteJournal:
             )
 
     def begin(self, fingerprint: bytes, started: str) -> None:
-        with _explained(self._path), self._whole_change():
+        with _explained(self._path), self._db:  # all changes or none
+            self._db.execute("BEGIN IMMEDIATE")
             self._db.execute(f"PRAGMA user_version = {FORMAT}")  # this format contains those from OLDEST on
             number = self._db.execute("SELECT coalesce(max(id), 0) + 1 FROM session").fetchone()[0]
             self._session = int(number), fingerprint, started
-            line = (*self._session, *_counts(RunProgress()))
+            line = (*self._session, *_counts(Totals(), None))
             places = ", ".join("?" * len(line))
             self._db.execute(f"INSERT INTO session VALUES ({places}, ?)", (*line, _seal(line)))
 
@@ -140,11 +142,11 @@ class SqliteJournal:
         with _explained(self._path):
             return int(self._db.execute("SELECT coalesce(max(agent), 0) + 1 FROM record").fetchone()[0])
 
-    def spent(self, *, shared: bool = True) -> tuple[int, float]:
-        """Return the tokens and $ of all sessions. A session that did not return its advance counts as having spent all
-        of it. ``shared``: what the table of shares counts is included."""
+    def spent(self) -> tuple[int, float]:
+        """Return the tokens and $ of all sessions, without what the table of shares counts. A session of an earlier
+        version that did not return its advance counts as having spent all of it."""
         with _explained(self._path):
-            tokens, cost, damage = _spent(self._db, shared=shared)
+            tokens, cost, damage = _spent(self._db)
             if damage:
                 raise self._unknown(damage[0])
             return tokens, cost or 0.0
@@ -166,9 +168,15 @@ class SqliteJournal:
             except (ValueError, TypeError):  # damaged: a budget learns again
                 return None
 
-    def commit(self, steps: Sequence[KeptStep], progress: RunProgress) -> None:
-        """Write all steps, or none of them, to disk before this returns; and an advance, if it grew. The progress is on
-        disk at the latest together with the next steps."""
+    def commit(
+        self,
+        steps: Sequence[KeptStep],
+        totals: Totals,
+        learnt: tuple[int, ...] | None = None,
+        facts: Mapping[str, str] = NO_FACTS,
+    ) -> None:
+        """Write all steps and facts to disk before this returns, or none of them. The totals of the session are on disk
+        at the latest together with the next steps. ``learnt`` are statistics of calls, for the next session."""
         values: list[object] = []
         for step in steps:
             check = _checksum(step)
@@ -180,34 +188,18 @@ class SqliteJournal:
         with _explained(self._path):
             if not self._path.exists():  # SQLite would continue writing to the deleted file
                 raise StoreError(f"the journal {self._path} is gone, with everything that was recorded in it")
-            # Progress alone need not survive a power failure: rows that come from the record are not worth an fsync.
-            tokens, cost = advance = progress.advance or (0, 0.0)
-            full = bool(steps) or tokens > self._advance[0] or cost > self._advance[1]
+            # Totals alone need not survive a power failure: rows that come from the record are not worth an fsync.
+            full = bool(steps or facts)
             if full is not self._full:
                 self._db.execute(f"PRAGMA synchronous = {'FULL' if full else 'NORMAL'}")
                 self._full = full
-            with self._whole_change():
+            line = (*self._session, *_counts(totals, learnt))
+            with self._db:  # all changes or none
+                self._db.execute("BEGIN IMMEDIATE")
                 self._insert(values)
-                self._put_session((*self._session, *_counts(progress)))
-            self._advance = advance
-
-    @contextmanager
-    def _whole_change(self) -> Iterator[None]:
-        """Make all changes in the block, or none."""
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-            self._db.execute("COMMIT")
-        except BaseException:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            raise
-
-    def _put_session(self, line: Session) -> None:
-        self._db.execute(
-            f'UPDATE session SET ({COUNTS}, "check") = (?, ?, ?, ?, ?, ?, ?, ?, ?) WHERE id = ?',
-            (*line[3:], _seal(line), line[0]),
-        )
+                self._db.execute(UPDATE_SESSION, (*line[3:], _seal(line), line[0]))
+                for name, value in facts.items():
+                    self._put_fact(name, value)
 
     def _insert(self, values: list[object]) -> None:
         start = 0
@@ -274,7 +266,8 @@ class SqliteJournal:
 
     def adopt(self, adoptions: Iterable[Adoption]) -> None:
         """Let rows take over the records of other rows, before rows are claimed. A damaged record stays as it is."""
-        with _explained(self._path), self._whole_change():
+        with _explained(self._path), self._db:  # all changes or none
+            self._db.execute("BEGIN IMMEDIATE")
             for adoption in adoptions:
                 agent = cast(int, adoption.row)
                 query = "SELECT id FROM record WHERE agent = ? ORDER BY id"
@@ -436,14 +429,15 @@ def glance(path: Path) -> Glance:
         db = connect_to_read(path)
         try:
             if _version(db, path) is None:
-                return Glance(0, RunProgress())
+                return Glance(0, Totals())
             sessions = db.execute("SELECT count(*) FROM session").fetchone()[0]
             tokens, cost, damage = _spent(db, looking=True)
             for what in damage:
                 logger.warning("%s is damaged: %s; what it spent is not counted", path, what)
             row = db.execute("SELECT ok, failed, resumed FROM session ORDER BY id DESC LIMIT 1").fetchone()
             ok, failed, resumed = row or (0, 0, 0)
-            return Glance(sessions, RunProgress(ok, failed, resumed, tokens, cost))
+            spent = Spent(tokens, None if cost is None else round(cost * DOLLAR))
+            return Glance(sessions, Totals(ok, failed, resumed, spent))
         finally:
             db.close()
 
@@ -485,15 +479,11 @@ def connect_to_read(path: Path) -> sqlite3.Connection:
     return db
 
 
-def _counts(progress: RunProgress) -> tuple[int | float | str | None, ...]:
-    """Return the values of the columns COUNTS, with the types that SQLite returns."""
-    tokens, ahead_cost = progress.advance or (None, None)
-    ahead = None if tokens is None else min(tokens, LARGEST)
-    learnt = None if progress.learnt is None else json.dumps(progress.learnt)
-    ahead_cost = None if ahead_cost is None else float(ahead_cost)
-    cost = None if progress.cost is None else float(progress.cost)
-    spent = min(progress.tokens, LARGEST), cost, ahead, ahead_cost
-    return progress.ok, progress.failed, progress.resumed, *spent, learnt
+def _counts(totals: Totals, learnt: tuple[int, ...] | None) -> tuple[int | float | str | None, ...]:
+    """Return the values of the columns COUNTS, with the types that SQLite returns. The columns of the advance are those
+    of earlier versions."""
+    spent = min(totals.tokens, LARGEST), totals.cost, None, None
+    return totals.ok, totals.failed, totals.resumed, *spent, None if learnt is None else json.dumps(learnt)
 
 
 def _read_sessions(db: sqlite3.Connection) -> tuple[list[Session], list[str]]:
@@ -508,12 +498,10 @@ def _read_sessions(db: sqlite3.Connection) -> tuple[list[Session], list[str]]:
     return whole, damage
 
 
-def _spent(
-    db: sqlite3.Connection, *, looking: bool = False, shared: bool = True
-) -> tuple[int, float | None, list[str]]:
+def _spent(db: sqlite3.Connection, *, looking: bool = False) -> tuple[int, float | None, list[str]]:
     """Return the tokens and $ of all sessions, and messages about damaged ones, which are not counted. An advance that
-    was not returned counts as spent. ``looking``: the advance of the latest session does not count, because the session
-    may still be running."""
+    was not returned counts as spent. ``looking``: that of the latest session does not count, because the session may
+    still be running; what the table of shares counts is included."""
     lines, damage = _read_sessions(db)
     total, costs = 0, []
     for line in lines:
@@ -524,7 +512,7 @@ def _spent(
         total += tokens
         costs += [] if cost is None else [cost]
     try:
-        table = _fact(db, TABLE) if shared else None
+        table = _fact(db, TABLE) if looking else None
     except ValueError as error:
         table = None
         damage.append(str(error))

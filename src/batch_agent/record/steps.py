@@ -23,7 +23,7 @@ from batch_agent.value_type import value_type
 
 
 @value_type
-class Spent:
+class Used:
     """What an agent had used when a step was recorded. Times are in seconds, ``total`` since its first start; cost in
     $."""
 
@@ -51,7 +51,7 @@ class Asked:
     digest: str
     nth: int
     reply: Reply
-    spent: Spent
+    spent: Used
     after: int = OWN
     said: tuple[Message, ...] = ()
 
@@ -106,7 +106,7 @@ class Failed:
 
     error: AgentError
     text: str
-    spent: Spent
+    spent: Used
 
 
 @value_type
@@ -116,7 +116,7 @@ class Ended:
     ``reply`` is the answer that ended the tool loop, and ``asked`` the digest of its request; recorded here, the answer
     needs no step of its own. ``truncated``: a text that was cut at max_tokens was kept for the user's worker."""
 
-    spent: Spent
+    spent: Used
     output: str | None = None
     fingerprint: str = ""
     reply: Reply | None = None
@@ -129,7 +129,7 @@ class Restarted:
     """The row starts again in a new conversation. ``spent`` is what it had used until then. Its earlier answers are not
     used again; its earlier writes are not repeated."""
 
-    spent: Spent
+    spent: Used
 
 
 Step: TypeAlias = Asked | CallBegun | CallWithdrawn | CallEnded | Compacted | Failed | Ended | Restarted
@@ -141,7 +141,7 @@ class PastTurn:
     """A recorded answer of the tool loop, the ends of its calls by position, and the compaction after it."""
 
     reply: Reply
-    spent: Spent
+    spent: Used
     asked: str = ""
     begun: set[int] = field(default_factory=set)
     outcomes: dict[int, CallEnded] = field(default_factory=dict)
@@ -161,7 +161,7 @@ class Past:
     done: bool = False
     worked: tuple[WorkStep, ...] = ()
     ended: Ended | None = None
-    spent: Spent | None = None  # from the last step that has it
+    spent: Used | None = None  # from the last step that has it
     unreadable: str = ""
     left: Past | None = None
     several: bool = False
@@ -193,7 +193,7 @@ class Past:
     def restarted(self) -> Past:
         """Return the record of the row for a new conversation."""
         before = self.left or Past(self.agent, ())
-        spent = self.spent or Spent()
+        spent = self.spent or Used()
         turns, worked = (*before.turns, *self.turns), (*before.worked, *self.worked)
         return Past(self.agent, (), spent=spent, left=Past(self.agent, turns, worked=worked, spent=spent))
 
@@ -203,7 +203,7 @@ def read_past(agent: int, steps: list[Step]) -> Past:
     of steps."""
     turns: list[PastTurn] = []
     worked: list[WorkStep] = []
-    spent: Spent | None = None
+    spent: Used | None = None
     left: Past | None = None
     for step in steps:
         match step:

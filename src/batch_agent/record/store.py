@@ -24,7 +24,7 @@ from batch_agent.blocking import on_this_loop
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import BatchAgentError, StoreError
 from batch_agent.messages import JsonObject
-from batch_agent.share.table import Allotment, Claim, Learnt, Steering, Table
+from batch_agent.share.table import DOLLAR, Allotment, Claim, Grant, Learnt, Steering, Table
 from batch_agent.value_type import value_type
 
 T = TypeVar("T")
@@ -41,71 +41,44 @@ class Identity:
 
 
 @value_type
-class RunProgress:
-    """Progress of a session. ``resumed`` counts the rows, among the others, that came from the record. ``tokens`` and
-    ``cost`` are what the session has spent; ``cost`` is in $, None if no price is known. ``advance`` is what it may
-    spend before the next commit, in tokens and $. It is None without a limit, or after the session returned its advance
-    at its end."""
+class Spent:
+    """What was spent, and what was done for it: by a worker since its latest commit, or by a whole session. ``nano`` is
+    the cost in units of 1e-9 $; None if no price is known. ``counts`` are the numbers of its statistics by name, for
+    the summary of the feeder. ``events`` are its events as lines of JSON, for the observers of the feeder."""
+
+    tokens: int = 0
+    nano: int | None = None
+    counts: Mapping[str, float] = field(default_factory=dict)
+    events: bytes = b""
+
+    @property
+    def cost(self) -> float | None:
+        """The cost in $."""
+        return None if self.nano is None else self.nano / DOLLAR
+
+    def __add__(self, more: Spent) -> Spent:
+        """Return the sum of the numbers. Events are no sum: the store passes them on."""
+        nano = more.nano if self.nano is None else self.nano + (more.nano or 0)
+        counts = {**self.counts, **{name: self.counts.get(name, 0) + count for name, count in more.counts.items()}}
+        return Spent(self.tokens + more.tokens, nano, counts)
+
+
+@value_type
+class Totals:
+    """The rows that a session has ended, of which ``resumed`` came from the record, and what it has spent."""
 
     ok: int = 0
     failed: int = 0
     resumed: int = 0
-    tokens: int = 0
-    cost: float | None = None
-    advance: tuple[int, float] | None = None
-    learnt: tuple[int, ...] | None = None  # statistics of calls, for the next session
+    spent: Spent = field(default_factory=Spent)
 
+    @property
+    def tokens(self) -> int:
+        return self.spent.tokens
 
-@value_type
-class Increment:
-    """What one of several workers has done since its latest commit. ``tokens`` and ``cost``, in units of 1e-9 $, are
-    what it has spent, if the table of shares does not count it. ``counts`` are the numbers of its statistics by name,
-    for the summary of the feeder. ``events`` are its events as lines of JSON, for the observers of the feeder."""
-
-    tokens: int = 0
-    cost: int = 0
-    counts: Mapping[str, float] = field(default_factory=dict)
-    events: bytes = b""
-
-    def __add__(self, more: Increment) -> Increment:
-        """Return the sum of the numbers. Events are no sum: the store passes them on."""
-        counts = dict(self.counts)
-        for name, count in more.counts.items():
-            counts[name] = counts.get(name, 0) + count
-        return Increment(self.tokens + more.tokens, self.cost + more.cost, counts)
-
-
-@value_type
-class Outlay:
-    """What a session has spent. ``cost`` is in $, None if no price is known. ``advance`` is what the session may spend
-    before the next commit, in tokens and $: None without a limit, or after the session returned it. ``learnt`` are
-    statistics of calls, for the next session. ``more`` is set instead by a worker outside the process of the store."""
-
-    tokens: int = 0
-    cost: float | None = None
-    advance: tuple[int, float] | None = None
-    learnt: tuple[int, ...] | None = None
-    more: Increment | None = None
-
-
-class Account:
-    """Reports to the journal what a session spends. The base class is for a session that spends nothing."""
-
-    def so_far(self) -> tuple[int, float | None]:
-        """Return the tokens and $ spent in this session; $ is None if no price is known."""
-        return 0, None
-
-    def next_advance(self) -> tuple[int, float] | None:
-        """Return the advance to write with the commit that begins now."""
-        return None
-
-    def learnt(self) -> tuple[int, ...] | None:
-        """Return the statistics of calls, for the next session."""
-        return None
-
-    def advance_written(self, error: StoreError | None = None) -> None:
-        """Called when that commit is on disk, or with the error if it failed. After a failure, all later commits fail
-        too."""
+    @property
+    def cost(self) -> float | None:
+        return self.spent.cost
 
 
 Phase = Literal["running", "draining", "ended"]
@@ -197,6 +170,16 @@ class RowChange:
     result: object = None
     error: str = ""
     resumed: bool = False
+
+
+@value_type
+class Commit:
+    """What a worker records at once: the changes of rows, and what it has spent and done since its latest commit, which
+    counts even if all rows are lost. ``learnt`` are statistics of calls, for the next session."""
+
+    changes: Sequence[RowChange] = ()
+    spent: Spent = field(default_factory=Spent)
+    learnt: tuple[int, ...] | None = None
 
 
 @value_type
@@ -388,11 +371,10 @@ class WorkStore(Protocol):
         """Renew these leases. Returns the places of the lost ones, and the state of the run."""
         ...
 
-    def commit(self, worker: int, number: int, changes: Sequence[RowChange], outlay: Outlay | None = None) -> set[str]:
+    def commit(self, worker: int, number: int, commit: Commit) -> set[str]:
         """Record the changes of rows whose lease is valid, all of them or none. Returns the places of the others, of
         which nothing is recorded. When it returns, the changes survive a loss of power. ``number`` grows with each
-        commit of a worker; the latest commit may be repeated. ``outlay`` is what the session has spent, from a worker
-        in the process of the store; from another one, its increment, which counts even if all rows are lost."""
+        commit of a worker; the latest commit may be repeated."""
         ...
 
     def hand_back(self, worker: int, leases: Sequence[Lease]) -> None:
@@ -535,18 +517,27 @@ class RunStore(WorkStore, Protocol):
         ...
 
     def worked(self) -> Mapping[str, float]:
-        """Return the sum of the counts in the increments of this session, by name."""
+        """Return the sum of the counts in the commits of this session, by name."""
         ...
 
     def events(self, session: int, after: str, most: int) -> list[tuple[str, bytes]]:
-        """Return the events of at most ``most`` increments of this session after that position ("0": from the first),
+        """Return the events of at most ``most`` commits of this session after that position ("0": from the first),
         each with its position, and delete those up to it. They are kept only if the facts of the session say that it is
         ``observed``, and only until the session ends. Raises FeederReplaced."""
         ...
 
-    def spent(self) -> Outlay:
-        """Return what all earlier sessions have spent. A session that did not return its advance counts as having spent
-        all of it. ``learnt`` is that of the latest, if the store keeps the ledger of a run with one worker."""
+    def spent(self) -> Spent:
+        """Return what all earlier sessions have spent. What a session held of a budget and did not return counts as
+        spent."""
+        ...
+
+    def learnt(self) -> tuple[int, ...] | None:
+        """Return the statistics of calls that the latest session recorded, if the store keeps them."""
+        ...
+
+    def lend(self, member: str, claims: Mapping[str, Claim]) -> Mapping[str, Grant]:
+        """Report to the table of shares for the only member, which is in this process, and return what it may hold
+        after the next commit, which writes the table. Its membership does not end."""
         ...
 
 
@@ -713,5 +704,8 @@ class Store:
     def events(self, session: int, after: str, most: int) -> asyncio.Future[list[tuple[str, bytes]]]:
         return self._call("feeder", self.fed.events, session, after, most)
 
-    def spent(self) -> asyncio.Future[Outlay]:
+    def spent(self) -> asyncio.Future[Spent]:
         return self._call("feeder", self.fed.spent)
+
+    def learnt(self) -> asyncio.Future[tuple[int, ...] | None]:
+        return self._call("feeder", self.fed.learnt)

@@ -30,11 +30,10 @@ from batch_agent.record.row_json import encode_record, encode_row
 from batch_agent.record.rundir import FAILURES, GOLD, JOBS, JOURNAL, RESULTS, RUN, SUMMARY
 from batch_agent.record.sqlite import SqliteJournal
 from batch_agent.record.store import (
+    Commit,
     Identity,
-    Increment,
     KeptStep,
     Lease,
-    Outlay,
     Resuming,
     Row,
     RowChange,
@@ -42,7 +41,6 @@ from batch_agent.record.store import (
 )
 from batch_agent.record.timeline import TimelineFiles
 from batch_agent.run.spec_json import pieces, spec_json
-from batch_agent.share.table import DOLLAR
 
 logger = logging.getLogger("batch_agent")
 
@@ -174,8 +172,7 @@ def copy_to_store(
     for name in () if stage else BESIDE:
         if lines := [*reader.kept_lines(name)]:
             store.put_file(name, b"\n".join(lines).decode())
-    spent = Increment(view.latest.tokens, round((view.latest.cost or 0.0) * DOLLAR))
-    store.commit(store.join({"copies": reader.name}), 1, (), Outlay(more=spent))
+    store.commit(store.join({"copies": reader.name}), 1, Commit(spent=view.latest.spent))
     store.close_feed(session, facts, "ended")
     return count
 
@@ -208,7 +205,7 @@ def _copy_rows(reader: RunReader, store: RunStore, prepared: Prepared, session: 
             for lease in taken:
                 number += 1
                 change = _change(lease, worker, *known.pop(lease.row.index))
-                if store.commit(worker, number, [change]):
+                if store.commit(worker, number, Commit([change])):
                     raise StoreError("the copy took longer than a lease; delete it and try again with a longer lease")
                 if change.result is None:
                     unfinished.append(lease)

@@ -54,7 +54,7 @@ from batch_agent.run.scoring import RunScoring, measured
 from batch_agent.run.serving import Serving
 from batch_agent.run.shared import Shared, health_change, labelled, open_shared, tell_unanswered
 from batch_agent.run.shares import Shares
-from batch_agent.run.sharing import Lending, shared_budgets
+from batch_agent.run.sharing import Lending
 from batch_agent.run.spec_json import spec_json
 from batch_agent.run.timeline_writer import TimelineWriter
 from batch_agent.run.worker import Worker
@@ -220,20 +220,20 @@ class Opened:
     ) -> None:
         number, generation = writer.number, writer.generation
         self._run, self.setup, self.store, self.number = run, setup, store, number
-        prepared, shared, spending, outer = setup.prepared, setup.shared, setup.shared.spending, setup.outer
-        account = spending if outer is None else recording.StageAccount(setup.metrics, outer.journal)
-        budgets = () if outer is not None else shared_budgets(spending)
-        done = recording.WorkSince(account, budgets, setup.id, None if setup.feeds else setup.emit)
-        if writer.observed:
-            done.send_events()
+        prepared, shared = setup.prepared, setup.shared
+        sent = recording.SentWork(setup.id, setup.emit)
+        if writer.observed and not setup.feeds:
+            sent.send_events()
         lease, waits = setup.lease, setup.patience
         self.leases = leases = Leases(store, number, lease=lease, generation=generation, source=feeder, patience=waits)
         if setup.is_shared and setup.works:
             leases.share()
         leases.on_away = partial(shared.set_overdue, f"{setup.id} leases")
-        leases.on_observed = done.send_events
+        if not setup.feeds:
+            leases.on_observed = sent.send_events
         late = partial(setup.backlog, "journal"), partial(shared.set_overdue, setup.id)
-        self.journal = recording.open_journal(store, number, account, done, leases, *late)
+        told = shared.spending, setup.metrics, setup.outer, feeder, sent, leases
+        self.journal = recording.open_journal(store, number, *told, *late)
         self.resources = RunResources(prepared, shared, setup.id, setup.emit, setup.feed, leases, self.journal, feeder)
         url = str(prepared.spec.run_dir) if store.wait else None
         self.serving = Serving(store, url, setup.facts_for_workers, self.begin_sharing, is_shared=setup.is_shared)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import platform
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -28,23 +28,26 @@ from batch_agent.observe.metrics import Emit, Metrics
 from batch_agent.record.address import StoreAddress, place_of
 from batch_agent.record.codec import FORMAT
 from batch_agent.record.directory import DirectoryStore
-from batch_agent.record.journal import Journal, to_its_end
+from batch_agent.record.journal import Journal, Meter, to_its_end
 from batch_agent.record.memory import MemoryStore
 from batch_agent.record.redis.store import ANNOUNCED, RedisRunStore
 from batch_agent.record.row_json import encode_row
 from batch_agent.record.rundir import OPTIONS, REVIEWED, SCHEMA, State
-from batch_agent.record.store import OBSERVED, Account, Increment, Resuming, RunStore, Store
+from batch_agent.record.store import OBSERVED, Resuming, RunStore, Store
 from batch_agent.run.cascade import cascade_facts, with_recorded_models
 from batch_agent.run.changes import Changes, OnChange, options_of
 from batch_agent.run.control import Inside
+from batch_agent.run.sharing import WholeBudget, shared_budgets
 from batch_agent.run.spec_json import pieces, schema_json, spec_json
 from batch_agent.run.trust import HOSTS, ROWS, hosts_of, join_line, sign
-from batch_agent.share.table import BUDGET_COST, BUDGET_TOKENS, DOLLAR
 from batch_agent.spec import BatchSpec
 from batch_agent.version import __version__
 
 if TYPE_CHECKING:
+    from batch_agent.dispatch.spending import Spending
+    from batch_agent.run.feeder import Feeder
     from batch_agent.run.leases import Leases
+    from batch_agent.run.shared import Shared
 
 R = TypeVar("R")
 logger = logging.getLogger("batch_agent")
@@ -274,38 +277,22 @@ def asked_json(prepared: Prepared) -> dict[str, JsonValue]:
     }
 
 
-class StageAccount(Account):
-    """Reports what an inner run spends, for its own record. The outer run has the ledger. Its ``journal`` records the
-    ledger each time this run records something."""
+class SentWork(TypedSink):
+    """The work of a process that does not feed the run, as it is sent with its commits: by how much the numbers of its
+    statistics have grown, and the events of ``run`` if the feeder has observers. ``commit_soon`` is called if events
+    wait for a commit."""
 
-    def __init__(self, metrics: Metrics, journal: Journal | None) -> None:
-        self._metrics, self._journal = metrics, journal
-
-    def so_far(self) -> tuple[int, float | None]:
-        return self._metrics.spent()
-
-    def advance_written(self, error: StoreError | None = None) -> None:
-        if self._journal is not None:
-            self._journal.touch()
-
-
-class WorkSince(TypedSink):
-    """What a worker outside the process of its record has done since its latest commit. ``budgets`` are counted in the
-    table of shares, so they are left out. ``emit`` has the statistics so far and the events of ``run``; it is None if
-    this process is also the feeder, which has them. ``commit_soon`` is called if events wait for a commit."""
-
-    def __init__(self, account: Account, budgets: Collection[str], run: str, emit: Emit | None) -> None:
-        self._account, self._budgets, self._run, self._emit = account, budgets, run, emit
+    def __init__(self, run: str, emit: Emit) -> None:
+        self._run, self._emit = run, emit
         self.commit_soon: Callable[[], None] = lambda: None
-        self._tokens = self._cost = 0  # at the latest commit
         self._counted: Mapping[str, float] = {}
         self.handlers = {}
         self._events: list[Event] = []
         self._timer: asyncio.TimerHandle | None = None
 
     def send_events(self) -> None:
-        """Send events too from now on: the feeder has observers."""
-        if self._emit is not None and not self.handlers:
+        """Send events too from now on."""
+        if not self.handlers:
             self.handlers = dict.fromkeys(SENT, self._add_event)
             self._emit.sinks.add(self)
 
@@ -315,50 +302,48 @@ class WorkSince(TypedSink):
             if self._timer is None:
                 self._timer = asyncio.get_running_loop().call_later(SENT_SECONDS, self.commit_soon)
 
-    def increment(self) -> Increment:
-        """Return the increment of the commit that begins now."""
-        tokens, dollars = self._account.so_far()
-        cost = round((dollars or 0.0) * DOLLAR)
-        counts, before = {} if self._emit is None else self._emit.metrics.counts(), self._counted
-        more = Increment(
-            0 if BUDGET_TOKENS in self._budgets else tokens - self._tokens,
-            0 if BUDGET_COST in self._budgets else cost - self._cost,
-            {name: count - before.get(name, 0) for name, count in counts.items() if count != before.get(name, 0)},
-            self._lines() if self._events else b"",
-        )
-        self._tokens, self._cost, self._counted = tokens, cost, counts
-        return more
-
-    def _lines(self) -> bytes:
-        """Return the events as lines, and forget them."""
+    def since_commit(self) -> tuple[Mapping[str, float], bytes]:
+        """Return what was not sent yet."""
+        counts, before = self._emit.metrics.counts(), self._counted
+        self._counted = counts
+        grown = {name: count - before.get(name, 0) for name, count in counts.items() if count != before.get(name, 0)}
         events, self._events = self._events, []
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        return b"\n".join(map(event_json, events))
+        return grown, b"\n".join(map(event_json, events))
 
 
 def open_journal(
     store: Store,
     number: int,
-    account: Account,
-    work: WorkSince,
-    leases: Leases | None,
+    spending: Spending,
+    metrics: Metrics,
+    outer: Shared | None,
+    feeder: Feeder | None,
+    sent: SentWork,
+    leases: Leases,
     on_backlog: Callable[[bool], None],
     on_overdue: Callable[[bool], None],
 ) -> Journal:
-    """Return the journal through which worker ``number`` writes to the store."""
+    """Return the journal through which worker ``number`` writes to the store. ``sent`` is what it reports to a feeder
+    in another process. ``outer`` is the state of the outer run of a stage, which has the budget: its journal records
+    what the run has spent each time the stage records something."""
+    budgets = shared_budgets(spending) if outer is None else []
+    so_far, learnt = (spending.so_far, spending.learnt) if outer is None else (metrics.spent, lambda: None)
+    claims = budgets and number and feeder is not None and store.writes
     journal = Journal(
         store,
         number,
-        account=account,
-        more=work.increment if store.wait else None,
-        on_committed=(lambda lost, ended: None) if leases is None else leases.committed,
+        meter=Meter(so_far, budgets, learnt, None if feeder is not None else sent.since_commit),
+        budget=WholeBudget(spending, feeder.session) if claims and feeder is not None else None,
+        on_committed=leases.committed,
         on_backlog=on_backlog,
         on_overdue=on_overdue,
-        on_failed=(lambda error: None) if leases is None else leases.fail,
+        on_failed=leases.fail,
+        on_written=None if outer is None or outer.journal is None else outer.journal.touch,
     )
-    work.commit_soon = journal.touch
+    sent.commit_soon = journal.touch
     return journal
 
 

@@ -13,15 +13,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from batch_agent.backends.base import Backend
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
-from batch_agent.record.directory import DirectoryStore
 from batch_agent.record.journal import Journal
 from batch_agent.record.store import Store
 from batch_agent.run.control import Controls
 from batch_agent.run.feeder import Feeder
 from batch_agent.run.leases import Leases
 from batch_agent.run.shared import Shared
-from batch_agent.run.sharing import FEEDER, Lending, shared_budgets
-from batch_agent.scheduler.budget import NOTHING, Amount
+from batch_agent.run.sharing import FEEDER, Lending
 
 
 class Shares:
@@ -58,15 +56,14 @@ class Shares:
             async with self._extent:
                 async with self._changing:
                     before = None if self._record is None else await self._record.spent()
-                    spending.earlier = before
+                    learnt = None if self._record is None else await self._record.learnt()
                     if is_shared:
                         lender = await self._open_lender()
-                        spending.start(commit=lender.soon, shared=True)
+                        spending.start(before, learnt, lender.soon, shared=True)
                         await self._at_work(lender)
-                    elif before is None or journal is None or not self._store.writes:
-                        spending.start()
                     else:
-                        spending.start(Amount(before.tokens, before.cost or 0.0), before.learnt, journal.touch)
+                        keeps = journal is not None and self._store.writes
+                        spending.start(before, learnt, journal.touch if journal is not None and keeps else None)
                 try:
                     yield
                 finally:
@@ -84,7 +81,9 @@ class Shares:
             if self._shared.lender is not None:
                 return
             lender = await self._open_lender()
-            self._shared.spending.share(self._before, lender.soon)
+            if self._journal is not None:
+                await self._journal.flush()  # what its commits have claimed is granted before the first report
+            self._shared.spending.share(lender.soon)
             if self._shared.pool is not None:
                 self._shared.pool.once = lender.once
             await self._at_work(lender)
@@ -93,12 +92,7 @@ class Shares:
         shared, feeder = self._shared, self._feeder
         name = str(self._number) if feeder is None else f"{FEEDER}{feeder.session}"
         lender = Lending(self._store, name, self._lease)
-        self._before = NOTHING  # what this session spent of the shared budgets
         if feeder is not None:
-            budgets = shared_budgets(shared.spending)
-            if budgets and self._record is not None and isinstance(self._record.blocking, DirectoryStore):
-                tokens, cost = await asyncio.to_thread(self._record.blocking.share, budgets)
-                self._before = Amount(tokens, cost)
             await lender.begin(self._backend)
         if self._leases is not None:
             self._leases.on_need = lender.soon

@@ -227,7 +227,8 @@ class Lending:
             rates = endpoint.server.rates
             for kind in {} if rates is None else rates.shared:
                 yield f"{RATE}{name} {kind}", _rate_at(dispatcher, endpoint, kind)
-        yield from _budget(shared.spending, self._every)
+        yield from _budget(shared.spending)
+        yield from _time(shared.spending, self._every)
         if shared.spending.rows is not None:
             yield ROWS, _rows(shared.spending)
 
@@ -381,9 +382,38 @@ def shared_budgets(spending: Spending) -> list[str]:
     return [BUDGET_COST] if spending.per_second else []
 
 
-def _budget(spending: Spending, every: float) -> Iterator[tuple[str, Pot]]:
-    """Yield the budgets that workers share. Tokens and cost are granted together. ``every`` is the number of seconds
-    between two reports."""
+class WholeBudget:
+    """The budget of a run whose only worker is in this process. Each commit of its record claims what the worker may
+    spend until the next one, in the table of shares. When other workers join, ``Lending`` claims it."""
+
+    def __init__(self, spending: Spending, session: int) -> None:
+        self._spending, self.member = spending, f"{FEEDER}{session}"
+
+    def claims(self, *, last: bool) -> Mapping[str, Claim]:
+        spending = self._spending
+        if not spending.is_alone:
+            return {}
+        claims = {name: pot.claim() for name, pot in _budget(spending)}
+        if spending.per_second:
+            used, held, want = (_nano(amount) for amount in spending.claim_own_time())
+            limit = spending.time_limit
+            claims[BUDGET_COST] = Claim(UNLIMITED if limit is None else _nano(limit), held, want, 0, used)
+        return {name: _final(name, claim) for name, claim in claims.items()} if last else claims
+
+    def granted(self, grants: Mapping[str, Grant]) -> None:
+        if not self._spending.is_alone:  # others have joined meanwhile
+            return
+        if self._spending.has_advance:
+            _grant_budget(self._spending, grants)
+        if self._spending.per_second:
+            self._spending.grant_own_time(grants[BUDGET_COST].held / DOLLAR)
+
+    def broken(self, error: StoreError) -> None:
+        self._spending.fail_all(error)
+
+
+def _budget(spending: Spending) -> Iterator[tuple[str, Pot]]:
+    """Yield the budgets of what requests use. Tokens and cost are granted together."""
     if spending.has_advance:
         spent, kept, wanted, part, alone = spending.claim()
         tokens, cost = spending.limits
@@ -394,12 +424,16 @@ def _budget(spending: Spending, every: float) -> Iterator[tuple[str, Pot]]:
         of_cost = Claim(most, _nano(kept.cost), _nano(wanted.cost), _nano(part.cost), _nano(spent.cost), alone=alone)
         if not spending.per_second and (cost is not None or spent.cost):
             yield BUDGET_COST, Pot(lambda: of_cost, _nothing)
+
+
+def _time(spending: Spending, every: float) -> Iterator[tuple[str, Pot]]:
+    """Yield the budget of running time, which is charged once for all workers. ``every`` is the number of seconds
+    between two reports."""
     if spending.per_second:
-        unshared, cost = spending.claim_time()
+        own, limit = _nano(spending.time_alone), spending.time_limit
         rate = max(1, _nano(spending.per_second))
         ahead = math.ceil(PAID_AHEAD * max(1.0, every) * rate)
-        own = _nano(unshared)
-        of_time = Claim(UNLIMITED if cost is None else _nano(cost), own, ahead, 0, own, rate=rate)
+        of_time = Claim(UNLIMITED if limit is None else _nano(limit), own, ahead, 0, own, rate=rate)
         yield BUDGET_COST, Pot(lambda: of_time, _nothing)
 
 

@@ -41,6 +41,7 @@ BUDGET_TOKENS, BUDGET_COST = f"{BUDGET}tokens", f"{BUDGET}cost"
 DOLLAR = 10**9  # costs are counted in units of 1e-9 $
 ROTATION = MINUTE  # seconds after which another worker is served first, if there is not enough for all
 
+FOREVER = 1e9  # seconds of a membership that ends with its process
 MOST_ROWS = 20  # number of the latest requests for single rows that are kept
 
 
@@ -88,6 +89,9 @@ class Learnt:
     down: bool = False
     reason: str = ""
     costs: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+
+NO_REPORT: Mapping[str, Learnt] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +145,13 @@ class Table:
         now: float,
         seconds: float,
         claims: Mapping[str, Claim],
-        learnt: Mapping[str, Learnt],
+        learnt: Mapping[str, Learnt] = NO_REPORT,
         status: JsonObject | None = None,
     ) -> Allotment:
         """Record a worker's report, and grant what it may hold. Its membership ends ``seconds`` from now."""
         self._expire(now)
-        is_new = worker not in self.members
         member = self.members.setdefault(worker, Member(now))
+        before = dict(member.claims)
         member.until = now + seconds
         member.learnt = dict(learnt)
         member.status = status or {}
@@ -158,7 +162,8 @@ class Table:
         grants: dict[str, Grant] = {}
         for name, claim in claims.items():
             if claim.rate:
-                grants[name] = self._charge(name, claim, now, is_new=is_new)
+                was = before.get(name)
+                grants[name] = self._charge(name, claim, now, is_new=was is None or not was.rate)
                 continue
             grants[name] = grant = self._grant(worker, name, claim, now)
             member.claims[name] = replace(claim, held=grant.held)

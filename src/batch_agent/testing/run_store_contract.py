@@ -23,16 +23,16 @@ import pytest
 
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.record.store import (
+    Commit,
     Counts,
     FeederReplaced,
     Identity,
-    Increment,
     Lease,
-    Outlay,
     Resuming,
     Row,
     RowChange,
     RunStore,
+    Spent,
 )
 from batch_agent.share.table import BUDGET_TOKENS, SLOTS, Claim, Learnt
 from batch_agent.testing.store_durability import DurabilityContract
@@ -79,7 +79,7 @@ class RunStoreContract(DurabilityContract):
         assert [row.row.index for row in second] == [3, 4]
         assert now.take() == []
         assert now.store.standing().counts == Counts(leased=5)
-        assert now.work.commit(other, 1, [now.ended(row) for row in second]) == set()
+        assert now.work.commit(other, 1, Commit([now.ended(row) for row in second])) == set()
         assert now.finish(*first[:2]) == now.finish(first[2], error="Invalid") == set()
         assert now.delivered() == [(index, f"result {index}") for index in (3, 4, 0, 1, 2)]
         assert not now.store.standing().done
@@ -122,8 +122,8 @@ class RunStoreContract(DurabilityContract):
         now.work.hand_back(now.worker, [old])  # it is another worker's row
         assert now.take() == []
         assert now.delivered() == []
-        assert now.work.commit(two, 1, [now.ended(taken)]) == set()
-        assert now.work.commit(two, 2, [now.ended(taken)]) == {taken.place}  # it has ended
+        assert now.work.commit(two, 1, Commit([now.ended(taken)])) == set()
+        assert now.work.commit(two, 2, Commit([now.ended(taken)])) == {taken.place}  # it has ended
         assert now.delivered() == [(0, "result 0")]
 
     def test_a_row_whose_lease_ended_comes_before_new_rows(self, place: StorePlace) -> None:
@@ -176,15 +176,15 @@ class RunStoreContract(DurabilityContract):
         other = now.work.join({})
         first, second = now.take()
         change = [RowChange(first, (turn(one, "turn"),))]
-        assert now.work.commit(now.worker, 1, change) == now.work.commit(now.worker, 1, change) == set()
+        assert now.work.commit(now.worker, 1, Commit(change)) == now.work.commit(now.worker, 1, Commit(change)) == set()
         place.expire()
         (again, _) = now.work.take(other, 2, 0)
         assert bodies(again.steps) == bodies([turn(one, "turn")])
         late = [now.ended(second)]
         lost = {second.place}
-        assert now.work.commit(now.worker, 2, late) == now.work.commit(now.worker, 2, late) == lost
+        assert now.work.commit(now.worker, 2, Commit(late)) == now.work.commit(now.worker, 2, Commit(late)) == lost
         ended = [now.ended(again, steps=[done(one, "end")])]
-        assert now.work.commit(other, 1, ended) == now.work.commit(other, 1, ended) == set()
+        assert now.work.commit(other, 1, Commit(ended)) == now.work.commit(other, 1, Commit(ended)) == set()
         assert len(now.delivered()) == 1
         assert now.store.standing().counts.ok == 1
         assert two.index not in [index for index, _ in now.delivered()]
@@ -208,7 +208,7 @@ class RunStoreContract(DurabilityContract):
         found = [(place.read_value(row.row.value), bodies(row.steps)) for row in taken]
         assert found == [(f"input row {index}", bodies([turns[index]])) for index in (1, 0, 2)]
         assert now.finish(*held) == {row.place for row in held}
-        assert now.work.commit(two, 1, [now.ended(row) for row in taken]) == set()
+        assert now.work.commit(two, 1, Commit([now.ended(row) for row in taken])) == set()
         assert now.delivered() == [(index, f"result {index}") for index in (1, 0, 2)]
 
     def test_a_worker_in_the_feeders_process_keeps_its_rows_and_hands_them_on_with_their_steps(
@@ -219,7 +219,7 @@ class RunStoreContract(DurabilityContract):
         needs(not now.store.wait, "no worker is in the process of this store")
         own = now.store.join({"feeder": True})
         (held,) = now.store.take(own, 1, 0)
-        now.store.commit(own, 1, [RowChange(held, (turn(row, "turn"),))])
+        now.store.commit(own, 1, Commit([RowChange(held, (turn(row, "turn"),))]))
         place.expire()
         assert now.take() == []
         now.store.hand_back(own, [held])
@@ -235,7 +235,7 @@ class RunStoreContract(DurabilityContract):
         place.expire()
         own = now.store.join({"feeder": True})
         (taken,) = now.store.take(own, 1, 0)
-        now.store.commit(own, 1, [RowChange(taken, (turn(row, "second", taken.steps[0].agent),))])
+        now.store.commit(own, 1, Commit([RowChange(taken, (turn(row, "second", taken.steps[0].agent),))]))
         (again,) = begin(place, place.reopen(now.store), row, how=RESUME).take()
         assert bodies(again.steps) == bodies([turn(row, "first"), turn(row, "second")])
         assert len({step.agent for step in again.steps}) == 1
@@ -264,7 +264,7 @@ class RunStoreContract(DurabilityContract):
         def take(_: int) -> list[int]:
             worker, taken = now.work.join({}), list[int]()
             while rows := now.work.take(worker, 3, 0):
-                now.work.commit(worker, len(taken) + 1, [now.ended(row) for row in rows])
+                now.work.commit(worker, len(taken) + 1, Commit([now.ended(row) for row in rows]))
                 taken += [row.row.index for row in rows]
             return taken
 
@@ -430,8 +430,8 @@ class RunStoreContract(DurabilityContract):
         again = begin(place, place.reopen(now.store), row, how=RESUME)
         (taken,) = again.take()
         late = again.ended(old)
-        assert again.work.commit(now.worker, 9, [late]) == {old.place}
-        assert again.work.commit(again.worker, 9, [late]) == {old.place}
+        assert again.work.commit(now.worker, 9, Commit([late])) == {old.place}
+        assert again.work.commit(again.worker, 9, Commit([late])) == {old.place}
         assert (old.place, old.token) != (taken.place, taken.token)
         assert again.delivered() == []
 
@@ -553,39 +553,44 @@ class RunStoreContract(DurabilityContract):
         worker = store.join({})
         good, bad = store.take(worker, 2, 0)
         needs(place.steps_kept(store, good) is not None, "this store keeps all steps")
-        store.commit(worker, 1, [RowChange(good, (done(rows[0], "x"),), place.result("result 0", 0))])
-        store.commit(worker, 2, [RowChange(bad, (turn(rows[1], "x"),), place.result("result 1", 1), "Invalid")])
+        store.commit(worker, 1, Commit([RowChange(good, (done(rows[0], "x"),), place.result("result 0", 0))]))
+        store.commit(worker, 2, Commit([RowChange(bad, (turn(rows[1], "x"),), place.result("result 1", 1), "Invalid")]))
         assert (place.steps_kept(store, good), place.steps_kept(store, bad)) == (0, 1)
 
     # What was spent
 
-    def test_what_sessions_spent_is_added_up_and_an_unreturned_advance_counts_as_spent(self, place: StorePlace) -> None:
-        needs(place.ledger, "the table of shares has what was spent")
+    def test_what_sessions_spent_is_added_up_and_what_they_held_and_did_not_return_counts_as_spent(
+        self, place: StorePlace
+    ) -> None:
+        needs(place.ledger, "the run is never alone")
         sessions = (
-            (Outlay(10, 0.5, (90, 0.25)), False),  # killed
-            (Outlay(20, None, None, (1, 2, 3)), True),
-            (Outlay(30, 1.0), True),
+            (Claim(1000, 90, 90, spent=10), Spent(nano=5), None, False),  # killed
+            (Claim(1000, 20, 20, spent=20), Spent(2), (1, 2, 3), True),
+            (Claim(1000, 30, 30, spent=30), Spent(3, 7), None, True),
         )
         store = place.open()
-        for outlay, ends in sessions:
+        for number, (claim, spent, learnt, ends) in enumerate(sessions, start=1):
             now = begin(place, store, how=RESUME)
             own = store.join({"feeder": True})
-            store.commit(own, 1, [], Outlay(1, None, (1000, 9.0)))
-            store.commit(own, 2, [], outlay)
+            granted = store.lend(f"feeder-{number}", {BUDGET_TOKENS: Claim(1000, 0, 200)})
+            assert granted[BUDGET_TOKENS].held == 200
+            store.commit(own, 1, Commit())
+            assert store.lend(f"feeder-{number}", {BUDGET_TOKENS: claim})[BUDGET_TOKENS].held == claim.held
+            store.commit(own, 2, Commit((), spent, learnt))
             if ends:
                 now.close()
             store = place.reopen(store)
         last = begin(place, store, how=RESUME)
-        assert last.store.spent() == Outlay(140, 1.5, None, (1, 2, 3))
+        assert (last.store.spent(), last.store.learnt()) == (Spent(90 + 20 + 30 + 5, 12), (1, 2, 3))
 
-    def test_an_advance_of_the_budget_is_known_after_a_kill_also_before_anything_was_spent(
-        self, place: StorePlace
-    ) -> None:
-        needs(place.ledger, "the table of shares has what was spent")
+    def test_a_part_of_the_budget_is_known_after_a_kill_also_before_anything_was_spent(self, place: StorePlace) -> None:
+        needs(place.ledger, "the run is never alone")
         now = begin(place, place.open())
-        now.store.commit(now.store.join({"feeder": True}), 1, [], Outlay(0, None, (500, 0.0)))
+        now.store.lend("feeder-1", {BUDGET_TOKENS: Claim(1000, 0, 500)})
+        now.store.commit(now.store.join({"feeder": True}), 1, Commit())
         again = begin(place, place.reopen(now.store), how=RESUME)
         assert again.store.spent().tokens == 500
+        assert again.store.lend("feeder-2", {BUDGET_TOKENS: Claim(1000, 0, 800)})[BUDGET_TOKENS].held == 500
 
     def test_what_workers_have_done_is_added_up_and_a_repeated_commit_counts_once(self, place: StorePlace) -> None:
         row = new_row(place, 0)
@@ -593,15 +598,15 @@ class RunStoreContract(DurabilityContract):
         (taken,) = now.take()
         other = now.work.join({})
         lost = [RowChange(taken, (turn(row, "lost"),))]  # of another worker, which spent it nevertheless
-        now.work.commit(other, 1, lost, Outlay(more=Increment(2, 1, {"turns": 2})))
+        now.work.commit(other, 1, Commit(lost, Spent(2, 1, {"turns": 2})))
         for _ in range(2):
-            more = Increment(40, 3, {"turns": 1, "seconds": 0.5})
-            now.work.commit(now.worker, 1, [RowChange(taken, (turn(row, "turn"),))], Outlay(more=more))
+            more = Spent(40, 3, {"turns": 1, "seconds": 0.5})
+            now.work.commit(now.worker, 1, Commit([RowChange(taken, (turn(row, "turn"),))], more))
         assert dict(now.store.worked()) == {"turns": 3, "seconds": 0.5}
         needs(place.keeps != "nothing", "this store keeps nothing")
         again = begin(place, place.reopen(now.store), how=RESUME)
         spent = again.store.spent()
-        assert (spent.tokens, round((spent.cost or 0.0) * 1e9)) == (42, 4)
+        assert (spent.tokens, spent.nano) == (42, 4)
         assert not again.store.worked()  # in this session
 
     def test_an_observed_feeder_gets_the_events_of_workers_until_it_has_read_on(self, place: StorePlace) -> None:
@@ -615,8 +620,8 @@ class RunStoreContract(DurabilityContract):
             (now.worker, 2, b"again"),
         ]
         for worker, number, events in commits:
-            now.work.commit(worker, number, [], Outlay(more=Increment(events=events)))
-        now.work.commit(other, 2, [], Outlay(more=Increment(1)))
+            now.work.commit(worker, number, Commit(spent=Spent(events=events)))
+        now.work.commit(other, 2, Commit(spent=Spent(1)))
         first = now.store.events(now.number, "0", 2)
         assert [events for _, events in first] == [b"one", b"two\nlines"]
         assert now.store.events(now.number, "0", 2) == first  # the answer may have been lost
@@ -629,12 +634,12 @@ class RunStoreContract(DurabilityContract):
 
     def test_events_are_kept_only_for_the_session_that_is_observed(self, place: StorePlace) -> None:
         now = begin(place, place.open(), observed=True)
-        now.work.commit(now.worker, 1, [], Outlay(more=Increment(events=b"of the first session")))
+        now.work.commit(now.worker, 1, Commit(spent=Spent(events=b"of the first session")))
         needs(place.keeps != "nothing", "this store keeps nothing")
         for observed, sent in ((False, []), (True, [b"second"])):
             now = begin(place, place.reopen(now.store), how=RESUME, observed=observed)
             assert now.work.standing().observed == observed and now.store.events(now.number, "0", 9) == []
-            now.work.commit(now.worker, 1, [], Outlay(more=Increment(events=b"second")))
+            now.work.commit(now.worker, 1, Commit(spent=Spent(events=b"second")))
             assert [events for _, events in now.store.events(now.number, "0", 9)] == sent
 
     def test_the_share_of_a_killed_worker_stays_spent_for_the_next_process(self, place: StorePlace) -> None:
@@ -766,7 +771,7 @@ class RunStoreContract(DurabilityContract):
         assert [each.standing().counts.unstarted for each in (now.work, worked, second)] == [1, 2, 3]
         worker = worked.join({})
         one, two = worked.take(worker, 5, 0)
-        worked.commit(worker, 1, [RowChange(one, (turn(rows[0], "of the first stage"),))])
+        worked.commit(worker, 1, Commit([RowChange(one, (turn(rows[0], "of the first stage"),))]))
         worked.beat("a", MEMBER, {SLOT_POT: Claim(8, 0, 8)}, {}, {})
         assert now.work.beat("b", MEMBER, {SLOT_POT: Claim(8, 0, 8)}, {}, {}).grants[SLOT_POT].held == 0
         assert worked.begin_call("a", "key", "t1", "").state == "mine"

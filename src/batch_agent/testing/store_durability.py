@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from batch_agent.errors import StoreError
-from batch_agent.record.store import Outlay, Row, RowChange
+from batch_agent.record.store import Commit, Row, RowChange
 from batch_agent.share.table import BUDGET_TOKENS, Claim
 from batch_agent.testing.store_place import (
     DEAD,
@@ -98,8 +98,9 @@ class DurabilityContract:
         again = self._after_power_loss(place, rows)
         assert again.work.beat("next", MEMBER, claim, {}, {}).grants[BUDGET_TOKENS].held == 400
         if place.ledger:
-            now.work.commit(now.worker, 100, [], Outlay(500))
-            assert self._after_power_loss(place, rows).store.spent().tokens == 500
+            now.store.lend("feeder", claim)
+            now.work.commit(now.worker, 100, Commit())
+            assert self._after_power_loss(place, rows).store.spent().tokens == 1000
 
     def _after_power_loss(self, place: StorePlace, rows: Sequence[Row]) -> Session:
         """Resume what survived: the result of the first row, and the write that the second has begun."""

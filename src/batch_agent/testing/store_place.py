@@ -17,9 +17,10 @@ from batch_agent.errors import StoreError
 from batch_agent.files.results import from_json, to_json
 from batch_agent.messages import JsonObject, Reply
 from batch_agent.record.codec import encode
-from batch_agent.record.steps import Asked, CallBegun, Ended, Spent
+from batch_agent.record.steps import Asked, CallBegun, Ended, Used
 from batch_agent.record.store import (
     OBSERVED,
+    Commit,
     KeptStep,
     Lease,
     Resuming,
@@ -41,7 +42,8 @@ class StorePlace(ABC):
 
     ``keeps`` is what a later process finds of rows that have ended: their "results"; only their "steps", from which
     results are computed again; or "nothing". ``shared``: several processes have the record open at once, so the leases
-    of workers hold when another process becomes the feeder. ``ledger``: ``spent`` returns what earlier sessions spent.
+    of workers hold when another process becomes the feeder. ``ledger``: a run may have one worker, whose budget
+    is written with its commits (``lend``).
     ``file`` is the main file of the store that ``open`` returns, and ``log`` the file to which it appends commits; None
     if there is none.
     """
@@ -172,11 +174,11 @@ def new_row(place: StorePlace, index: int, name: str | None = None, *, question:
 
 def turn(row: Row, text: str, agent: int = 1) -> KeptStep:
     """Return a step of a row: a turn of the agent with that number."""
-    return KeptStep(agent, row.key, row.content, *encode(Asked("", 0, Reply(text), Spent())))
+    return KeptStep(agent, row.key, row.content, *encode(Asked("", 0, Reply(text), Used())))
 
 
 def done(row: Row, text: str, agent: int = 1) -> KeptStep:
-    return KeptStep(agent, row.key, row.content, *encode(Ended(Spent(), reply=Reply(text))))
+    return KeptStep(agent, row.key, row.content, *encode(Ended(Used(), reply=Reply(text))))
 
 
 def begun(row: Row, agent: int = 1) -> KeptStep:
@@ -222,7 +224,7 @@ class Session:
 
     def commit(self, *changes: RowChange) -> set[str]:
         self._commits += 1
-        return self.work.commit(self.worker, self._commits, changes)
+        return self.work.commit(self.worker, self._commits, Commit(changes))
 
     def delivered(self) -> list[tuple[int, object]]:
         """Return the results of this session, in the order of the ends of their rows."""

@@ -17,7 +17,7 @@ from batch_agent.errors import BatchAgentError
 from batch_agent.files.tables import Record
 from batch_agent.messages import JsonObject
 from batch_agent.observe.summary import usage_json
-from batch_agent.record.steps import Past, PastTurn, Spent
+from batch_agent.record.steps import Past, PastTurn, Used
 from batch_agent.record.timeline import Line
 
 
@@ -51,7 +51,7 @@ def conversation(
         said.append({"role": "input", "value": cast(JsonValue, value), "task": (asked or {}).get("task")})
     if past is None:
         return said
-    before = Spent()
+    before = Used()
     timings = record.get("timings")
     last_wait = timings.get("tool_wait") if isinstance(timings, dict) else None
     for number, turn in enumerate(past.turns, start=1):
@@ -69,7 +69,7 @@ def conversation(
     return said
 
 
-def _turn(number: int, turn: PastTurn, before: Spent, after: object, spans: Sequence[Line]) -> JsonObject:
+def _turn(number: int, turn: PastTurn, before: Used, after: object, spans: Sequence[Line]) -> JsonObject:
     reply, spent = turn.reply, turn.spent
     answered = next((span for span in spans if span[0] == "turn" and not span[8]), None)
     tools = [span for span in spans if span[0] == "tool"]

@@ -34,7 +34,7 @@ from batch_agent.messages import ToolCall, content_shown
 from batch_agent.observe.text import counted, dollars, duration, harmless, harmless_lines, rows, terminal_width
 from batch_agent.record.reader import RunReader, open_run
 from batch_agent.record.review import JudgedRows
-from batch_agent.record.steps import Asked, CallBegun, CallEnded, Past, PastTurn, Spent
+from batch_agent.record.steps import Asked, CallBegun, CallEnded, Past, PastTurn, Used
 from batch_agent.trust.review import AUDIT, Event
 
 FIRST = 1  # rows that are shown by default
@@ -325,7 +325,7 @@ def _state(record: Record | None, past: Past | None) -> str:
 
 
 def _conversation(past: Past, repairs: Mapping[int, str], page: Page) -> Iterator[str]:
-    before = Spent()
+    before = Used()
     for number, turn in enumerate(past.turns, start=1):
         reply = turn.reply
         took = duration(max(0.0, turn.spent.inference - before.inference))

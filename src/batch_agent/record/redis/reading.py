@@ -37,10 +37,10 @@ from batch_agent.record.redis.scripts import GROUP
 from batch_agent.record.redis.store import RUNS, RedisRunStore, unpack_step
 from batch_agent.record.row_json import decode_row
 from batch_agent.record.rundir import FORGED, recounted, stage_names
-from batch_agent.record.steps import Past, Spent
-from batch_agent.record.store import KeptStep, RecordedRow, RunProgress
+from batch_agent.record.steps import Past, Used
+from batch_agent.record.store import KeptStep, RecordedRow, Spent, Totals
 from batch_agent.record.timeline import MOST_SAMPLES, SAMPLE, Line, TimelineRecord
-from batch_agent.share.table import BUDGET_COST, BUDGET_TOKENS, DOLLAR, Table, of_stage
+from batch_agent.share.table import BUDGET_COST, BUDGET_TOKENS, Table, of_stage
 
 T = TypeVar("T")
 
@@ -100,7 +100,7 @@ class RedisReader(RunReader):
 
     def view(self) -> RunSnapshot:
         if self.store.facts() is None and self.store.is_announced():
-            return RunSnapshot(self.name, {}, "starting", 0, RunProgress())
+            return RunSnapshot(self.name, {}, "starting", 0, Totals())
         facts = self.facts()
         table, now = self.store.table()
         return self._view(facts, table, [member.status for member in table.live(now).values()])
@@ -137,7 +137,7 @@ class RedisReader(RunReader):
             {name: value for name, value in facts.items() if name not in INTERNAL},
             state,
             session,
-            RunProgress(ok, failed, resumed, tokens, cost / DOLLAR if cost else None),
+            Totals(ok, failed, resumed, Spent(tokens, cost or None)),
             max(0, counts.ok + counts.failed - resumed),
             stages,
             summary if isinstance(summary, dict) else None,
@@ -543,7 +543,7 @@ def _spans(place: int, record: Record, past: Past | None) -> list[Line]:
         return []
     spans: list[Line] = []
     timings = cast(JsonObject, record["timings"])
-    before = Spent()
+    before = Used()
     turns = past.turns
     began = _time(place) - cast(float, timings.get("total") or 0.0)
     index = cast(int, record["index"])

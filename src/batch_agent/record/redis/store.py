@@ -35,28 +35,28 @@ from batch_agent.record.store import (
     UNKEPT_SECONDS,
     WAIT,
     WINDOW,
+    Commit,
     Counts,
     FeederReplaced,
     FeederSession,
     Identity,
-    Increment,
     KeptStep,
     Lease,
-    Outlay,
     Phase,
     Resuming,
     Row,
-    RowChange,
     RunStanding,
     SharedCall,
     SharedResult,
+    Spent,
 )
 from batch_agent.share.table import (
     BUDGET_COST,
     BUDGET_TOKENS,
-    DOLLAR,
+    FOREVER,
     Allotment,
     Claim,
+    Grant,
     Learnt,
     Steering,
     Table,
@@ -357,10 +357,16 @@ class RedisRunStore:
         tokens, cost = self._command("HMGET", self.key("run"), "tokens", "cost")
         return int(tokens or 0), int(cost or 0)
 
-    def spent(self) -> Outlay:
+    def spent(self) -> Spent:
         """Return what the run has spent, by the commits of its workers and by the table of shares."""
         table, _ = self.table()
-        return Outlay(table.spent_of(BUDGET_TOKENS), table.spent_of(BUDGET_COST) / DOLLAR)
+        return Spent(table.spent_of(BUDGET_TOKENS), table.spent_of(BUDGET_COST))
+
+    def learnt(self) -> tuple[int, ...] | None:
+        return None
+
+    def lend(self, member: str, claims: Mapping[str, Claim]) -> Mapping[str, Grant]:
+        return self._change(lambda table, now: table.beat(member, now, FOREVER, claims).grants)
 
     # Workers
 
@@ -417,12 +423,12 @@ class RedisRunStore:
             self._command("EXPIRE", self.key(f"worker:{worker}"), KEPT_WORKER)
             return {place.decode() for place in lost}, _standing(standing)
 
-    def commit(self, worker: int, number: int, changes: Sequence[RowChange], outlay: Outlay | None = None) -> set[str]:
-        more = Increment() if outlay is None or outlay.more is None else outlay.more
-        counts = json.dumps(dict(more.counts)) if more.counts else ""
+    def commit(self, worker: int, number: int, commit: Commit) -> set[str]:
+        spent = commit.spent
+        counts = json.dumps(dict(spent.counts)) if spent.counts else ""
         arguments: list[object] = [worker, self.key(f"worker:{worker}"), number, self._steps]
-        arguments += (more.tokens, more.cost, counts, more.events)
-        for change in self._encoded.changes(changes, worker):
+        arguments += (spent.tokens, spent.nano or 0, counts, spent.events)
+        for change in self._encoded.changes(commit.changes, worker):
             lease, steps = change.lease, [_pack(step) for step in change.steps]
             arguments += (lease.place, lease.token, lease.name, change.result or b"", change.error, len(steps), *steps)
         with self._present():
