@@ -26,7 +26,8 @@ NO_TABLE = "no prices are known: pip install genai-prices, which has the prices 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Estimated $ at one provider. ``batch`` is None if this package uses no batch API of it."""
+    """The estimated cost at one provider, in $. ``batch`` is the cost at its batch API; None if this package does not
+    use one."""
 
     provider: str
     model: str

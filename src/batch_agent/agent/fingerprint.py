@@ -1,6 +1,7 @@
-"""Fingerprints of a run: which parts of it decide whether recorded answers are still valid.
+"""Fingerprints of a run: which of its parts decide whether recorded answers are still valid.
 
-What only bounds an answer (max_tokens, max_turns, retries, time limits) is none of them: a complete answer stays valid.
+Options that only bound an answer (max_tokens, max_turns, retries, time limits) are not among them: a complete answer
+stays valid.
 """
 
 from __future__ import annotations
@@ -36,9 +37,12 @@ def fingerprint_of(prepared: Prepared, worker: AnyWorker | None = None) -> bytes
 
 
 def rows_under(prepared: Prepared, worker: AnyWorker | None = None, *, part: bool = False) -> bytes:
-    """Return the digest that a run's row keys start from: its fingerprint. Rows of a user's worker are found even after
-    changes, because its requests and calls are found by content, and none may be paid for or written twice. As a
-    ``part`` of another run, the digest includes the worker's name, because other workers may have the same rows."""
+    """Return the digest from which the keys of a run's rows start: its fingerprint.
+
+    Rows of a user's worker are found even after changes, because its requests and calls are found by content, and none
+    may be paid or written twice. As a ``part`` of another run, the digest includes the worker's name, because other
+    workers may have the same rows.
+    """
     if prepared.spec.worker is None:
         return fingerprint_of(prepared, worker)
     name = name_of(prepared.spec.worker) if part else ""
@@ -46,7 +50,7 @@ def rows_under(prepared: Prepared, worker: AnyWorker | None = None, *, part: boo
 
 
 def under_record(prepared: Prepared, facts: JsonObject) -> Prepared:
-    """Return a resumed run with the max_tokens of its record, which ``facts`` describe, if it was raised since."""
+    """Return a resumed run with the max_tokens in the ``facts`` of its record, if the option was raised since."""
     before, now = recorded_options(facts).get("max_tokens"), prepared.spec.max_tokens
     raised = facts.get(RAISED) if facts.get("state") != "complete" else None
     bounds = [bound for bound in (raised, before) if isinstance(bound, int) and (now is None or bound < now)]

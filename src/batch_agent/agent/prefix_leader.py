@@ -22,7 +22,8 @@ LONGEST = 5.0  # seconds at most
 
 
 class PrefixLeader:
-    """``usual``: seconds of the slowest answer of the server so far; 0 if none is known."""
+    """Decides which request goes first. ``usual``: seconds of the slowest answer of the server so far; 0 if none is
+    known."""
 
     def __init__(self, prefix_tokens: int, usual: float = 0.0) -> None:
         self._seconds = min(usual or LONGEST, LONGEST, PATIENCE + prefix_tokens / SLOWEST)

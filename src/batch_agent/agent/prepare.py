@@ -118,7 +118,7 @@ class Prepared:
 
     @property
     def turn_limit_seconds(self) -> float | None:
-        """Time limit of a turn. If answers take hours, only a limit that the user set."""
+        """Time limit of a turn; None for no limit. If answers take hours, there is only the limit that the user set."""
         spec, patient = self.spec, self.backend.capabilities.patient
         return None if patient and not spec.given("timeout_per_turn") else spec.timeout_per_turn
 
@@ -182,7 +182,7 @@ def _prepare_cascade(spec: BatchSpec, *, sends: bool, confined: bool) -> Prepare
 
 
 def _check_learnt(prepared: Prepared, cascade: Cascade) -> None:
-    """Raise SpecError for a cascade in which no threshold can be learned by the answers of its last model."""
+    """Raise SpecError for a cascade in which no threshold can be learned from the answers of its last model."""
     if cascade.people:
         raise SpecError(
             'truth="last" takes the answers of the last model to be right, and the cascade ends with "people": leave '
@@ -215,14 +215,15 @@ def entries_with_models(prepared: Prepared) -> Iterator[tuple[EntryOptions, Prep
 
 
 def place_of_backend(prepared: Prepared) -> tuple[object, ...]:
-    """Return what is equal for runs that can share their backend."""
+    """Return a key that is equal for runs that can share their backend."""
     spec = prepared.spec
     where = spec.runtime if spec.backend is None else spec.backend
     return prepared.backend.name, where if isinstance(where, str | None) else id(where), spec.api_key, spec.cache
 
 
 def _with_shared_backends(prepared: Prepared) -> Prepared:
-    """Return a run with a cascade, whose entries with one address share a backend: its connections, or its weights."""
+    """Return a run with a cascade in which entries with the same address share a backend, and so its connections or its
+    weights."""
     known: dict[tuple[object, ...], Backend] = {}
 
     def shared(each: Prepared) -> Prepared:
@@ -249,7 +250,7 @@ def _is_in_redis(spec: BatchSpec) -> bool:
 
 
 def _prepare(spec: BatchSpec, *, promised: bool = False, sends: bool, confined: bool) -> Prepared:
-    """``promised``: the run has a promise, for which the doubt of an answer is used if there is one."""
+    """Prepare a run. ``promised``: the run has a promise, which uses the doubt of answers if there is one."""
     # A worker does not see all rows, so it cannot know what they share.
     fed = spec.feed_only and spec.run_dir is not None  # without a record, no other process can reach the rows
     in_redis = _is_in_redis(spec)
@@ -329,7 +330,8 @@ def _refuse_uncountable(spec: BatchSpec) -> None:
 def _with_promise(
     spec: BatchSpec, schema: OutputSchema[object] | None, backend: Backend
 ) -> tuple[BatchSpec, Promise | None]:
-    """Return the spec with what a promise needs, and the promise. Raises SpecError for one that cannot be measured."""
+    """Return the spec with what its promise needs, and the promise or None. Raises SpecError for a promise that cannot
+    be measured."""
     if spec.promise is None:
         return spec, None
     written = None if schema is None else schema.written_schema
@@ -340,8 +342,8 @@ def _with_promise(
 
 
 def _with_doubt(spec: BatchSpec, backend: Backend) -> BatchSpec:
-    """Return the spec with doubts, by which a promise decides what people repair. Without any, it is kept by the whole
-    table or not at all."""
+    """Return the spec with doubts, by which a promise decides what people repair. Without doubts, the promise is kept
+    by the whole table or not at all."""
     able = spec.worker is None and (backend.capabilities.logprobs or spec.samples > 1) and spec.oversized != "chunk"
     if spec.given("doubt") and not spec.doubt and able:
         raise SpecError("doubt=False and promise exclude each other: a promise needs the doubt of each answer")
@@ -349,7 +351,7 @@ def _with_doubt(spec: BatchSpec, backend: Backend) -> BatchSpec:
 
 
 def _doubted(spec: BatchSpec, schema: OutputSchema[object] | None, backend: Backend) -> tuple[Doubted, ...]:
-    """Return the fields whose doubts are wanted. Raises SpecError if nothing could tell them."""
+    """Return the fields whose doubts are wanted. Raises SpecError if no doubt could be computed."""
     if not backend.capabilities.logprobs and spec.samples == 1:
         raise SpecError(f"doubt: {backend.name} reports no log-probabilities; give samples=3, and votes tell the doubt")
     if schema is None:
@@ -359,7 +361,8 @@ def _doubted(spec: BatchSpec, schema: OutputSchema[object] | None, backend: Back
 
 
 def _with_examples(spec: BatchSpec, schema: OutputSchema[object] | None) -> tuple[BatchSpec, Examples | None]:
-    """Return the spec with its examples as pairs, which workers in other processes get, and the examples."""
+    """Return the spec with its examples as pairs, in which form workers in other processes get them; and the
+    examples."""
     if spec.examples is None:
         return spec, None
     examples = examples_of(spec.examples, spec.task, spec.template, schema)
@@ -379,8 +382,8 @@ def _without_gold(
 
 
 def _checked(spec: BatchSpec, backend: Backend, shapes: Shapes) -> Shapes:
-    """Return the shapes, which the backend can send. The temperature that samples get if the user set none is left out
-    for a model that takes no temperature."""
+    """Return the shapes after checking that the backend can send them. If the model accepts no temperature, the one
+    that samples get by default is left out."""
     every = {shapes.first, shapes.later, shapes.repair}
     try:
         for shape in every:
@@ -425,8 +428,8 @@ def _imported(option: str, name: str) -> Function:
 
 
 def _given_backend(spec: BatchSpec, agent: str) -> object:
-    """Return the backend that the options, the model's name or the record of a resumed run name; None if it is the
-    login of the agent, or if there is none."""
+    """Return the backend that the options, the model's name or the record of a resumed run name. None if the agent uses
+    its own login, or if there is none."""
     provider = (spec.model or "").partition("/")[0]
     if spec.backend is not None or provider in PROVIDERS:
         return provider if spec.backend is None else spec.backend
@@ -466,8 +469,8 @@ def _as_recorded(spec: BatchSpec, where: object) -> tuple[object, str | None]:
 
 
 def recorded_facts(run_dir: str | Path | None) -> JsonObject:
-    """Return the facts of the run that is recorded there; {} if there is none, or if it cannot be read: the run itself
-    reports that."""
+    """Return the facts of the run that is recorded there; {} if there is none, or if they cannot be read, which the run
+    itself reports."""
     if run_dir is None:
         return {}
     with open_run(str(run_dir)) as reader:
@@ -475,7 +478,7 @@ def recorded_facts(run_dir: str | Path | None) -> JsonObject:
 
 
 def stored_place(where: object, name: str) -> JsonValue:
-    """Return a backend as it is stored in the record: without what may be a secret, only its name."""
+    """Return a backend in the form in which the record stores it: if it may contain a secret, only its name."""
     if where is None or (isinstance(where, str) and "@" not in where):
         return where
     if isinstance(where, Mapping) and not where.keys() & {"api_key", "headers"}:
@@ -518,7 +521,8 @@ def _reader(spec: BatchSpec, backend: Backend, look: Look, *, confined: bool) ->
 
 
 def _root(spec: BatchSpec) -> Path:
-    """Return the directory of files that rows name. A tool may change the working directory meanwhile."""
+    """Return the directory of the files that rows name. It is fixed now, because a tool may change the working
+    directory."""
     return Path(spec.image_root or "").absolute()
 
 
@@ -577,9 +581,12 @@ OnUnanswered: TypeAlias = Callable[[BackendError | None, float, float], None]
 
 
 async def choose_model(prepared: Prepared, on_unanswered: OnUnanswered = lambda error, since, until: None) -> Prepared:
-    """Return the run with the backend's only model, if the user named none. Locates it in a fleet. ``on_unanswered`` is
-    called when the server cannot be asked: with the error, when it first failed, and when it is asked again. It is
-    called with None when the server has answered."""
+    """Return the run with the backend's only model, if the user named none. In a fleet, the servers with that model are
+    located.
+
+    ``on_unanswered`` is called when the server cannot be asked, with the error, when it first failed, and when it is
+    asked again; and with None when the server has answered.
+    """
     if prepared.model is not None:
         await prepared.backend.locate(prepared.model)
         return prepared

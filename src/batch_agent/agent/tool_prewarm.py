@@ -23,7 +23,8 @@ from batch_agent.tools.pool import PendingCall, ToolPool
 
 @dataclass(slots=True)
 class _Forecast:
-    """The expected calls of one agent. ``begun`` are held until it ends, so that they stay running for it."""
+    """The expected calls of one agent. ``begun``: calls that were started for it; they are held until the agent ends,
+    so that they are not cancelled."""
 
     answers: list[tuple[ToolCall, ...]]  # the next one is last
     expected: frozenset[tuple[str, str]] = frozenset()

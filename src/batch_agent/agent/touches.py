@@ -45,7 +45,8 @@ class Touches:
     async def during(
         self, tools: ToolPool, names: Iterable[str], progress: AgentForecast, asked: Conversation
     ) -> AsyncIterator[None]:
-        """Touch the agent's history shortly before these tools are expected to end, unless they end sooner."""
+        """Touch the agent's history shortly before these tools are expected to end. Nothing is sent if they end
+        sooner."""
         usual = [tools.usual_seconds(name) for name in names]
         if not usual or None in usual or self._failures >= MOST_FAILURES:
             yield

@@ -80,7 +80,7 @@ class Workplaces:
 
     @property
     def keeps(self) -> bool:
-        """Whether a row's directory stays after its end."""
+        """Whether a row's directory is kept after the row's end."""
         return self._run_dir is not None
 
     def open(self, agent: int) -> Workplace:

@@ -19,8 +19,8 @@ PEOPLE = "people"
 
 @dataclass(frozen=True, slots=True)
 class EntryCount:
-    """``asked`` rows went to the entry, and the answers of ``answered`` of them stay. ``cost`` is None if no price is
-    known. All are of all sessions."""
+    """The numbers of one entry, over all sessions. ``asked``: rows that went to the entry. ``answered``: rows whose
+    answer from it stays. ``cost`` is None if no price is known."""
 
     name: str
     asked: int = 0
@@ -49,7 +49,8 @@ class EntryCount:
 
 @dataclass(frozen=True, slots=True)
 class CascadeCount:
-    """``done`` rows have a result. ``waiting`` rows wait for people, or for an entry that did not answer, by name."""
+    """The numbers of a cascade. ``done``: rows with a result. ``waiting``: rows that wait for people or for an entry
+    that did not answer, by its name."""
 
     entries: tuple[EntryCount, ...]
     done: int
@@ -61,12 +62,13 @@ class CascadeCount:
 
     @property
     def away(self) -> tuple[str, int] | None:
-        """A model that did not answer, and the number of rows that wait for it."""
+        """A model that did not answer, and the number of rows that wait for it; None if there is none."""
         return next(((name, count) for name, count in self.waiting if name != PEOPLE), None)
 
     @property
     def last_alone(self) -> float | None:
-        """What the last model alone would have cost in $: all rows at the mean of those that it was asked about."""
+        """What the last model alone would have cost in $: the mean cost of the rows that it was asked about, times all
+        rows. None if unknown."""
         last = self.entries[-1]
         return self.done * last.cost / last.asked if last.cost is not None and last.asked else None
 
@@ -97,7 +99,7 @@ class CascadeCount:
 
 
 def recorded_lines(summary: JsonObject) -> list[str]:
-    """Return the lines about a cascade that the summary of an ended session has; none without a cascade."""
+    """Return the lines about a cascade in the summary of an ended session; [] without a cascade."""
     found: Any = summary.get("cascade")
     if not isinstance(found, dict):
         return []
@@ -131,7 +133,7 @@ class EntryCounts:
             self._waiting[result.waits_for] += 1
 
     def _last_of(self, result: AgentResult[object]) -> str | None:
-        """Return the entry whose failure is that of the row; None if no entry was asked."""
+        """Return the name of the entry whose failure is the result of the row; None if no entry was asked."""
         names = [*self._entries]
         place = len(result.earlier)
         return names[place] if result.attempts and place < len(names) else None
@@ -153,5 +155,5 @@ def _less(whole: Usage, part: Usage) -> Usage:
 
 
 def first_count(counts: Iterable[EntryCounts | None]) -> CascadeCount | None:
-    """Return the numbers of the first cascade among these runs: of a run, or of the stages of a pipeline."""
+    """Return the numbers of the first cascade among these runs, which are one run or the stages of a pipeline."""
     return next((each.count() for each in counts if each is not None), None)

@@ -51,7 +51,7 @@ def _sent_kinds() -> dict[str, TypeAdapter[Event]]:
 
 
 class EventLines:
-    """``close`` writes the remaining events."""
+    """Writes events to a file. ``close`` writes the remaining ones."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)

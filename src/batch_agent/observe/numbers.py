@@ -91,7 +91,8 @@ class ShownNumbers:
 
     @property
     def spent_words(self) -> str:
-        """Return the same, and what the latest session has spent if there were others."""
+        """Return the tokens, the cost and the cost per row of all sessions, and what the latest session has spent if
+        there were others."""
         return self.total_words + (", in all sessions" if self.sessions > 1 else "") + self.session_words
 
     @property
@@ -139,13 +140,13 @@ def cost_words(cost: float, *, at_least: bool) -> str:
 
 
 def answered_words(counts: Mapping[str, int]) -> str:
-    """Return how many rows each model has answered; "" without a standby."""
+    """Return text that says how many rows each model has answered; "" without a standby."""
     return ", ".join(f"{rows(count)} by {harmless(name)}" for name, count in counts.items())
 
 
 def degraded_words(endpoints: Iterable[tuple[str, str, str]]) -> str:
-    """Return which servers are down while others work; "" if none is, or if all are. ``endpoints`` are names, states
-    (``endpoint_state``) and reasons."""
+    """Return text that says which servers are down while others work; "" if none is down, or if all are. ``endpoints``
+    are names, states (``endpoint_state``) and reasons."""
     known = [each for each in endpoints if each[1] != IDLE]
     down = [(name, reason) for name, state, reason in known if state in ("down", "given up")]
     if not down or len(down) == len(known):

@@ -1,4 +1,4 @@
-"""What the pilot of a run says of all rows: cost and time with intervals, and what so few rows cannot show."""
+"""What the pilot of a run says about all rows: cost and time with intervals, and what so few rows cannot show."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHOWN_CHARACTERS = 70  # of an input and of an answer
 
 
 class RowWork(NamedTuple):
-    """What a row took: $, seconds of work, and seconds of work in this session. ``ok``: it did not fail."""
+    """The work of a row: $, seconds of work, and seconds of work in this session. ``ok``: the row did not fail."""
 
     ok: bool
     cost: float | None
@@ -44,10 +44,10 @@ def together(one: RowWork, other: RowWork) -> RowWork:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """``rows`` of ``of`` rows were in the pilot, and ``done`` of them have a result. ``cost`` ($) and ``seconds`` are
-    those of all rows; None if they are unknown. ``at_once``: rows that were in progress at once, on average. ``most``:
-    the cost of all rows that no row can exceed. ``failed``: the share of rows that fail; ``unseen``: the largest share
-    of rows that have something no row of the pilot has."""
+    """What a pilot says about all rows. ``rows`` of ``of`` rows were in the pilot, and ``done`` of them have a result.
+    ``cost`` ($) and ``seconds`` are those of all rows; None if they are unknown. ``at_once``: rows that were in
+    progress at once, on average. ``most``: the cost of all rows that cannot be exceeded. ``failed``: the share of rows
+    that fail. ``unseen``: the largest share of rows that may have a property that no row of the pilot has."""
 
     rows: int
     of: int
@@ -62,8 +62,8 @@ class Outlook:
 
     @classmethod
     def made_of(cls, work: Sequence[RowWork], *, rows: int, of: int, elapsed: float, most: float | None) -> Outlook:
-        """``work`` is that of the rows of the pilot, with ``rows`` of the ``of`` rows of the table. ``elapsed``:
-        seconds from its first row to its last."""
+        """Return the outlook. ``work`` is that of the rows of the pilot, which has ``rows`` of the ``of`` rows of the
+        table. ``elapsed``: seconds from its first row to its last."""
         paid = any(each.cost is not None for each in work)
         cost = total([each.cost or 0.0 for each in work], of) if paid else None
         fresh = math.fsum(each.fresh for each in work)
@@ -92,7 +92,7 @@ class Outlook:
         }
 
     def lines(self) -> list[str]:
-        """Return the outlook in words."""
+        """Return lines that describe the outlook."""
         found = [f"all {rows(self.of)}, from the {self.done:,} of the pilot (two-sided 95 % intervals, bootstrap-t):"]
         if self.cost is not None:
             found.append(f"  cost     about {dollars(self.cost.value)}{_between(self.cost, dollars)}")
@@ -123,7 +123,7 @@ class Outlook:
 
 
 def examples(results: Sequence[AgentResult[Any]]) -> list[str]:
-    """Return some rows with their answers, and one failed row of each kind, in words."""
+    """Return lines that show some rows with their answers, and one failed row of each kind."""
     lines = [
         f"  row {harmless(result.job_id, 30)}: {_short(result.input)} → {_short(result.output)}"
         for result in [each for each in results if each.ok][:EXAMPLES]

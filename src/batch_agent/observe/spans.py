@@ -96,8 +96,8 @@ class _Workflow:
 
 
 class RowSpans(ListSink):
-    """``export`` gets the spans of a row, or a run, to be sent. ``around`` is the caller's span that contains the run:
-    its trace and its id."""
+    """Makes the spans of rows. ``export`` is called with the spans of a row, or of a run. ``around`` is the caller's
+    span that contains the run: its trace and its id."""
 
     def __init__(
         self,
@@ -274,14 +274,15 @@ class _RowMaker:
         self.spans.append(SpanRecord(name, trace, span, row, began, event.at, attributes, error=error))
 
     def _new(self, span: int) -> int:
-        """Return the id. Agents on parts of one row number their turns alike: only the first keeps its id."""
+        """Return the id of a new span. Agents that work on parts of one row have equal turn numbers: only the first
+        span keeps its id."""
         span = (randbits(64) or 1) if span in self._used else span
         self._used.add(span)
         return span
 
 
 def provider_of(backend: str) -> str:
-    """Return the conventions' name of the model's provider, from the backend's name."""
+    """Return the name that the conventions have for the provider of the model, from the name of the backend."""
     scheme = backend.partition("://")[0]
     return PROVIDERS.get(scheme, scheme) or "unknown"
 
@@ -353,7 +354,7 @@ RowTrace = tuple[int, bool, str, str]
 
 @lru_cache(maxsize=64)
 def _parts(run: str) -> tuple[int, int]:
-    """Return the upper half of the ids of a run's traces, and a number of the run."""
+    """Return the upper half of the trace ids of a run, and a number that identifies the run."""
     return _id(8, f"{run} trace") << 64, _id(8, run)
 
 
@@ -362,8 +363,8 @@ def _id(size: int, name: str) -> int:
 
 
 class RowSampler:
-    """Decides which rows are kept, from the standard variables. A failed row is kept in any case, unless ``records`` is
-    False: then none is."""
+    """Decides which rows are exported, from the standard variables. A failed row is always exported, unless ``records``
+    is False: then no row is."""
 
     def __init__(self, share: float | None = None, *, records: bool = True) -> None:
         """``share`` of all rows; None: the first ones, and then a few."""

@@ -9,8 +9,8 @@ from batch_agent.messages import JsonObject
 
 @dataclass(frozen=True, slots=True)
 class StageCount:
-    """``total`` is None while the stage before it may still send rows. ``failed_before`` rows never reached it, because
-    they failed in an earlier stage or in a function between the two."""
+    """The rows of a stage. ``total`` is None while the stage before it may still send rows. ``failed_before``: rows
+    that never reached it, because they failed in an earlier stage or in a function between the two."""
 
     name: str
     total: int | None
@@ -21,7 +21,7 @@ class StageCount:
 
     @property
     def words(self) -> str:
-        """``12/50, 1 failed, 4 running``."""
+        """Return text such as ``12/50, 1 failed, 4 running``."""
         parts = [f"{self.done:,}" if self.total is None else f"{self.done:,}/{self.total:,}"]
         parts += [f"{self.failed:,} failed"] if self.failed else []
         parts += [f"{self.alive:,} running"] if self.alive else []

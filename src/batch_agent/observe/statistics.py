@@ -143,7 +143,7 @@ class Statistics:
 
     @property
     def samples_are_identical(self) -> bool:
-        """Return whether all samples of each row had the same answer, in several rows."""
+        """Whether in several rows all samples had the same answer, so that sampling may be useless."""
         return self.voted > 1 and self.samples_identical == self.voted
 
     @property

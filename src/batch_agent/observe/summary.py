@@ -234,7 +234,7 @@ def _sample_lines(statistics: Statistics) -> list[str]:
 
 
 def _cache_line(kv: CacheRead) -> str:
-    """What the engines' KV caches cost and what was done about it; empty if it was nothing."""
+    """Return what the KV caches of the engines cost, and what was done about it; "" if there was nothing."""
     parts = []
     if kv.recomputed:
         parts.append(f"{amount(kv.recomputed)} evicted tokens computed again, {duration(kv.recompute_seconds)}")
@@ -270,7 +270,7 @@ def _tool_line(statistics: Statistics) -> str:
 
 
 def _tool_words(statistics: Statistics, tools: Mapping[str, ToolStatistics]) -> list[str]:
-    """Return why tools failed, the most frequent reason of each; then what declaring them would have saved."""
+    """Return the most frequent reason for which each tool failed, and then what declaring tools would have saved."""
     failing = [
         f"{counted(use.failed, 'call')} of {name} failed{_reason(tools.get(name))}"
         for name, use in _failing(statistics)
@@ -375,7 +375,7 @@ def tokens(statistics: Statistics) -> str:
 
 
 def cache(kv: CacheRead) -> str:
-    """The KV caches of the engines; empty where nothing is worth a word."""
+    """Return the state of the KV caches of the engines as text; "" if nothing is remarkable."""
     parts = []
     if kv.held:
         parts.append(f"{counted(kv.held, 'agent')} held back: contexts do not fit {amount(kv.tokens or 0)} tokens")

@@ -209,7 +209,8 @@ def _state_items(statistics: Statistics) -> Iterator[_Item]:
 
 
 def _limit(running: int, limit: int | None) -> str:
-    """The limit beside the number running; requests that were sent before it fell may be more."""
+    """Return the limit as text beside the number of requests in flight. This number may be higher, because requests
+    stay in flight when the limit falls."""
     if not limit:
         return ""
     return f"/{limit:,}" if running <= limit else f" (limit now {limit:,})"

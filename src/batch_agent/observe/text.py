@@ -28,7 +28,7 @@ def harmless(text: str, limit: int | None = None) -> str:
 
 
 def harmless_lines(text: str) -> str:
-    """Return the same for text of several lines."""
+    """Return text of several lines with unprintable characters escaped."""
     return "\n".join(harmless(line.replace("\t", "    ")) for line in text.split("\n"))
 
 
@@ -41,12 +41,12 @@ def _visible(character: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``0.8 s``, ``1:05``, ``2:01:05``."""
+    """Return seconds as text: ``0.8 s``, ``1:05``, ``2:01:05``."""
     return f"{seconds:.1f} s" if seconds < _BARE_SECONDS else clock(seconds)
 
 
 def clock(seconds: float) -> str:
-    """``0:08``, ``1:05``, ``2:01:05``."""
+    """Return seconds as text: ``0:08``, ``1:05``, ``2:01:05``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
@@ -76,7 +76,7 @@ def share(part: int, whole: int) -> str:
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """``1 turn``, ``2,000 turns``, ``3 retries``."""
+    """Return a number with its noun: ``1 turn``, ``2,000 turns``, ``3 retries``."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
@@ -85,8 +85,8 @@ def rows(number: int) -> str:
 
 
 def cut(text: str, width: int) -> str:
-    """Return the words of ``text`` that fit into ``width`` characters; ``…`` replaces the rest. A very long word, such
-    as an address, is cut itself."""
+    """Return the words of ``text`` that fit into ``width`` characters; ``…`` replaces the rest. Only a very long word,
+    such as an address, is cut within."""
     if len(text) <= width:
         return text
     head = text[: max(0, width - 1)]

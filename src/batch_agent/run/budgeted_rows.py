@@ -1,6 +1,7 @@
-"""Starts the rows of a worker as far as the budget pays for them to their ends.
+"""Starts the rows of a worker only as far as the budget pays for them until their ends.
 
-``scheduler.row_budget`` decides which row may start; this module makes a row wait for that, and reports its end.
+``scheduler.row_budget`` decides which row may start. This module lets a row wait for that decision, and reports the
+row's end.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MOVING, MOVING_FAR = 0.5, 3.0
 
 
 class BudgetedRows:
-    """Starts the rows of a worker as far as the budget pays for them to their ends."""
+    """Starts the rows of a worker only as far as the budget pays for them until their ends."""
 
     def __init__(self, spending: Spending, resources: Resources, feed: Feed) -> None:
         assert spending.rows is not None
@@ -41,8 +42,8 @@ class BudgetedRows:
         samples: int = 1,
         begun: bool = False,
     ) -> bool:
-        """Wait until the row may start. Returns False if it never will. A row that needs no request may always, and one
-        with several ``samples`` if it has ``begun``."""
+        """Wait until the row may start. Returns False if it never will. A row that needs no request may always start;
+        so may a row with several ``samples`` that has ``begun``."""
         if trails and all(trail.ended for trail in trails):
             return True
         past = [past for trail in trails for past in (trail.past, trail.past.left) if past is not None]
@@ -79,7 +80,8 @@ class BudgetedRows:
 
     @property
     def _turns(self) -> float:
-        """How many first requests a row is expected to cost before one has ended. Later turns have longer prompts."""
+        """The expected cost of a row, before any row has ended, in units of a first request. Later turns have longer
+        prompts."""
         r = self._r
         if r.ends_with_answer and not r.shapes.first.tools:
             return REPAIRED if r.schema is not None and r.policy.max_retries else 1.0

@@ -26,7 +26,7 @@ EVERY_SECONDS = 0.9  # between two events
 
 
 class PrefixWatch:
-    """Measures what others compute at one endpoint since the prefix was last used."""
+    """Measures how much other clients compute at one endpoint since the prefix was last used."""
 
     def __init__(self) -> None:
         self._used_at: int | None = None  # tokens that the engine had computed when the prefix was last used
@@ -59,7 +59,7 @@ class CacheWatch:
 
     @property
     def in_gaps(self) -> bool:
-        """Whether to read engines while no request of this run is in flight."""
+        """Whether engines are also read while no request of this run is in flight."""
         return self.keeper is not None
 
     async def read(self, endpoint: Endpoint, load: Load) -> None:
@@ -96,7 +96,7 @@ class CacheWatch:
 
 
 def touches_for(prepared: Prepared, dispatcher: Dispatcher) -> Touches | None:
-    """Return the touches of a run, or None. An engine that prefetches by itself needs none."""
+    """Return the touches of a run; None if they are off, or if the engine prefetches by itself."""
     parts, able = dispatcher.scheduler.parts, prepared.backend.capabilities
     if not (parts.touch or parts.keep_alive) or (able.prefills_ahead and prepared.spec.nvext_agent_hints):
         return None

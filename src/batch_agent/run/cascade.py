@@ -51,8 +51,8 @@ FIRST_LOOK = 5.0  # seconds for the first request to a server for the name of it
 
 @dataclass(slots=True, eq=False)
 class EntryDesk:
-    """What the agents of one entry work with. ``voting``: each row has several samples. ``asks_first``: an agent begins
-    with a model request."""
+    """What the agents of one entry work with. ``voting``: how the samples of a row vote, if each row has several.
+    ``asks_first``: an agent begins with a model request."""
 
     resources: Resources
     function: InnerWorker | UserWorker
@@ -70,7 +70,7 @@ def entry_identity(row: Identity, label: str, prepared: Prepared) -> Identity:
 
 
 def further_identities(row: Identity, prepared: Prepared) -> list[Identity]:
-    """Return the identities of all agents of a row but its first: samples, and entries of a cascade."""
+    """Return the identities of all agents of a row except its first: of samples, and of entries of a cascade."""
     found = samples_of(row, prepared.spec.samples)[1:]
     for entry in () if prepared.cascade is None else prepared.cascade.later:
         found += samples_of(entry_identity(row, entry.label, entry.prepared), entry.prepared.spec.samples)
@@ -78,7 +78,7 @@ def further_identities(row: Identity, prepared: Prepared) -> list[Identity]:
 
 
 class LaterEntry:
-    """An entry after the first, in one process. It is opened at once if its model is known, else when a row needs
+    """An entry after the first, in one process. If its model is known, it is opened at once, else when a row needs
     it."""
 
     def __init__(self, entry: Entry, name: str, dispatcher: Dispatcher) -> None:
@@ -88,7 +88,7 @@ class LaterEntry:
         self._wanted = asyncio.Event()
 
     async def desk(self) -> EntryDesk | None:
-        """Return what its agents work with; None if its server does not answer."""
+        """Return what the agents of this entry work with; None if its server does not answer."""
         self._wanted.set()
         return await asyncio.shield(self._desk)
 
@@ -102,7 +102,8 @@ class LaterEntry:
         return not any(endpoint.is_working for endpoint in self.dispatcher.scheduler.endpoints)
 
     def identities(self, row: Identity) -> list[Identity]:
-        """Return the identities of a row here; none while the model is unknown, which then has answered nothing."""
+        """Return the identities of a row at this entry; [] while the model is unknown, because it then has answered
+        nothing."""
         if self.prepared.model is None:
             return []
         return samples_of(entry_identity(row, self.entry.label, self.prepared), self.prepared.spec.samples)
@@ -145,7 +146,7 @@ async def look_for_models(prepared: Prepared) -> Prepared:
 
 
 def cascade_facts(prepared: Prepared) -> JsonObject:
-    """Return what the record says of the cascade of a run."""
+    """Return the description of a run's cascade for its record."""
     cascade = prepared.cascade
     assert cascade is not None
     labels = [cascade.label, *(entry.label for entry in cascade.later)]
@@ -180,8 +181,8 @@ def with_recorded_models(prepared: Prepared, facts: JsonObject) -> Prepared:
 
 
 def edited_entries(prepared: Prepared, facts: JsonObject) -> dict[str, bool]:
-    """Return the names of recorded entries after the first that ask something else now, and whether each is still an
-    entry, so that its answers could be kept."""
+    """Return the names of the recorded later entries that ask something else now. The value says whether the entry
+    still exists, so that its answers could be kept."""
     known: Any = facts.get("cascade")
     if not isinstance(known, dict):
         return {}
@@ -195,7 +196,7 @@ def edited_entries(prepared: Prepared, facts: JsonObject) -> dict[str, bool]:
 
 
 class Ladder:
-    """The entries of a run in one process. ``names`` are those of the models, the first included."""
+    """The entries of a run in one process. ``names`` are those of all models, the first included."""
 
     def __init__(
         self,
@@ -204,7 +205,7 @@ class Ladder:
         metrics: Metrics,
         facts: Callable[[], Awaitable[JsonObject | None]],
     ) -> None:
-        """``facts`` returns those of the run, which may learn a threshold beside its rule."""
+        """``facts`` returns the facts of the run, which may learn a threshold in addition to its rule."""
         assert prepared.cascade is not None
         self.learned = LearnedThreshold(facts)
         self.cascade: Cascade = prepared.cascade
@@ -233,7 +234,8 @@ class Ladder:
                 await outlast(task)
 
     def enter(self, place: int) -> bool:
-        """Count a row at a later entry. Returns False if it cannot wait there: the entry is down, and many rows do."""
+        """Count a row at a later entry. Returns False if the row cannot wait there, because the entry is down and many
+        rows wait already."""
         entry = self.later[place - 1]
         if entry.is_patient:  # its rows are sent together
             return True
@@ -243,7 +245,7 @@ class Ladder:
         return True
 
     def leave(self, place: int) -> None:
-        """A row has ended at a later entry."""
+        """Record that a row has ended at a later entry."""
         if not self.later[place - 1].is_patient:
             self._waiting -= 1
             self.wake()
@@ -253,19 +255,20 @@ class Ladder:
         return self._waiting >= MOST_WAITING
 
     async def wait_room(self, is_over: Callable[[], bool]) -> None:
-        """Wait until a new row may start: a slow entry must not fill the memory. One that is down stops no row."""
+        """Wait until a new row may start: rows that wait for a slow entry must not fill the memory. An entry that is
+        down stops no row."""
         while self._is_full and not is_over() and not any(entry.is_down for entry in self.later):
             self._room = asyncio.get_running_loop().create_future()
             await self._room
 
     def wake(self) -> None:
-        """Look again whether a row may start."""
+        """Check again whether a row may start."""
         if not self._room.done():
             self._room.set_result(None)
 
     async def fitting(self, made: Job | AgentResult[object]) -> Job | None:
-        """Return the job of a row; None for one that no entry can be asked about. ``made`` is the job, or why it could
-        not be made: a later model may read more than the first."""
+        """Return the job of a row; None for a row that no entry can be asked about. ``made`` is the job, or the reason
+        why it could not be made: a later model may have a larger context than the first."""
         if isinstance(made, Job) or made.error is None or made.error.type != Oversized.type:
             return made if isinstance(made, Job) else None
         for entry in self.later:
@@ -277,7 +280,7 @@ class Ladder:
 
     @property
     def unasked(self) -> str:
-        """Which rows wait for a model that did not answer, and why it did not; "" if there are none."""
+        """Text that says which rows wait for a model that did not answer, and why it did not; "" if there are none."""
         if (away := self._counts.count().away) is None:
             return ""
         name, count = away
@@ -291,9 +294,9 @@ class Ladder:
 
 
 class CascadeRow(Several):
-    """``own`` is the identity of the row, and ``samples`` the number of samples of its first entry. ``wrote`` are the
-    calls of its agents that may have written. ``pasts`` has what earlier sessions recorded, by the place of the entry.
-    ``waits_for`` is whom the row still needs, if no entry can answer it now."""
+    """A row of a cascade. ``own`` is the identity of the row, and ``samples`` the number of samples of its first entry.
+    ``wrote``: calls of its agents that may have written. ``pasts``: what earlier sessions recorded, by the place of the
+    entry. ``waits_for``: the model or the people that the row still needs, if no entry can answer it now."""
 
     def __init__(self, job: Job, ladder: Ladder, own: Identity, samples: int) -> None:
         super().__init__(job)
@@ -313,7 +316,7 @@ class CascadeRow(Several):
 
     @property
     def place(self) -> int:
-        """The place of the entry that is asked now, or next."""
+        """The place of the entry that is being asked, or is asked next."""
         return len(self._asked)
 
     def identities(self, place: int) -> list[Identity]:
@@ -321,9 +324,11 @@ class CascadeRow(Several):
         return self.ladder.later[place - 1].identities(self._own) if place else samples_of(self._own, self._samples)
 
     def may_retry(self, pasts: Sequence[Past | None]) -> bool:
-        """Return whether the next entry, which may have failed before, is asked again. One that failed by the content
-        of the row is not, if another one or people can be asked, or an earlier answer stays; one whose rows wait for
-        people is if the user asks for that."""
+        """Return whether the next entry is asked again if it failed before.
+
+        If it failed because of the content of the row, it is not asked again as long as another entry or people can be
+        asked, or an earlier answer stays. An entry whose rows wait for people is asked again if the user wants that.
+        """
         failed = [past.failed.error for past in pasts if past is not None and past.failed is not None]
         if not any(map(failed_by_content, failed)):
             return True
@@ -338,25 +343,25 @@ class CascadeRow(Several):
             self.asking.stop(error)
 
     def shown(self) -> JsonObject:
-        """Return the conversation of the entry that is being asked."""
+        """Return the conversation at the entry that is being asked."""
         assert self.asking is not None
         return self.asking.shown()
 
     def move(self) -> bool:
-        """Wait at the next entry from now on. Returns False if the row cannot wait there."""
+        """Move to the next entry, and wait there. Returns False if the row cannot wait there."""
         self.leave()
         if self.ladder.enter(self.place):
             self._at = self.place
         return bool(self._at)
 
     def leave(self) -> None:
-        """Wait at no later entry any more."""
+        """Stop waiting at a later entry."""
         if self._at:
             self.ladder.leave(self._at)
             self._at = 0
 
     def end(self, result: AgentResult[object]) -> bool:
-        """Note the end of the next entry. Returns whether its answer may escalate."""
+        """Note the result of the next entry. Returns whether its answer may escalate."""
         place, error = len(self._asked), result.error
         if isinstance(self.asking, Agent):
             self.wrote += self.asking.writes
@@ -402,7 +407,7 @@ class CascadeRow(Several):
         return decided is True
 
     def result(self) -> AgentResult[object]:
-        """Return the result of the row, also before its end: the latest valid answer, or the latest failure."""
+        """Return the result of the row, even before its end: the latest valid answer, else the latest failure."""
         asked = self._asked
         place = max((place for place, each in enumerate(asked) if each.ok), default=len(asked) - 1)
         if not asked:

@@ -1,7 +1,8 @@
-"""Compares a resumed run, its options and its rows, with its record, and says what would be dropped, sent and paid.
+"""Compares a resumed run, its options and its rows, with its record, and reports what would be dropped, sent and paid.
 
-The record holds the resolved options of the run (``options_of``). A recorded answer belongs to a question, which the
-fingerprint identifies; an option that is no part of it, such as max_tokens, can change without dropping an answer.
+The record has the resolved options of the run (``options_of``). A recorded answer belongs to a question, which the
+fingerprint identifies. An option that is not a part of the question, such as max_tokens, can change without dropping an
+answer.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def options_of(prepared: Prepared) -> JsonObject:
 
 
 def _entries(prepared: Prepared) -> list[JsonValue]:
-    """Return the entries of a cascade, without what may be a secret."""
+    """Return the entries of a cascade without values that may be secret."""
     found: list[JsonValue] = []
     for given in entries_with_models(prepared):
         if isinstance(given, str):
@@ -175,7 +176,7 @@ def _tools_changed(old: JsonObject, new: JsonObject) -> Iterator[str]:
 
 
 def _entries_changed(old: list[JsonValue], new: list[JsonValue]) -> Iterator[str]:
-    """Yield what differs between the entries of two cascades, by their places."""
+    """Yield the differences between the entries of two cascades, by their places."""
     for place, (one, other) in enumerate(zip_longest(old, new), start=1):
         if isinstance(one, dict) and isinstance(other, dict):
             differ = [f"{name}: {_value(one.get(name))} → {_value(other.get(name))}"
@@ -194,11 +195,12 @@ def _value(value: JsonValue) -> str:
 
 @dataclass(slots=True)
 class Changes:
-    """What differs between a resumed run and its record. ``edits`` has a line for each option. ``dropped`` recorded
-    answers do not fit the options or the rows of now. ``cut`` answers are asked again, because max_tokens is higher
-    now. ``matched`` has the rows of each part that reads inputs, by its name; None where inputs can be read only once.
-    ``again`` and ``rest`` are the costs of sending the dropped rows, and those that have no answer. ``answered``: the
-    failed rows of each part that people have answered, so that they are not retried (``answered_failures``)."""
+    """The differences between a resumed run and its record. ``edits`` has a line for each changed option. ``dropped``:
+    number of recorded answers that do not fit the present options or rows. ``cut``: number of answers that are asked
+    again because max_tokens is higher now. ``matched``: the rows of each part that reads inputs, by its name; None if
+    inputs can be read only once. ``again``: the cost of sending the dropped rows; ``rest``: that of sending the rows
+    without an answer. ``answered``: the failed rows of each part that people have answered, so that they are not
+    retried (``answered_failures``)."""
 
     run: str
     edits: Sequence[str] = ()
@@ -217,7 +219,8 @@ class Changes:
     answered: Mapping[str, Mapping[int, bytes]] = field(default_factory=dict)
 
     def refusal(self, *, flags: bool) -> str:
-        """Return the error of a resume that would drop recorded answers. ``flags``: for a command line."""
+        """Return the error message of a resume that would drop recorded answers. ``flags``: written for the command
+        line."""
         keep, resend = ("--keep-answers", "--resend") if flags else ('on_change="keep"', 'on_change="resend"')
         paid = "" if self.paid is None else f" The run has cost {dollars(self.paid)} so far."
         rows_again = (
@@ -244,7 +247,8 @@ class Changes:
                 yield f"{f'{name}: ' if name else ''}rows that have a recorded answer and changed, by index: {shown}"
 
     def forecast(self, *, keeps: bool) -> str:
-        """Return what changed, how many answers stay and what the rest costs. ``keeps``: recorded answers are kept."""
+        """Return text that says what changed, how many answers stay, and what the rest costs. ``keeps``: recorded
+        answers are kept."""
         lines = [f"changed since {self.run} was recorded:", *(f"  {edit}" for edit in self.edits)] if self.edits else []
         if self.cut:
             lines.append(f"asked again, because they were cut at a lower max_tokens: {_answers(self.cut)}")
@@ -274,7 +278,7 @@ class Changes:
         )
 
     def to_json(self, *, keeps: bool) -> JsonObject:
-        """Return the same as JSON, for ``--dry-run --json``. The rows of a pipeline are those of its stages by name."""
+        """Return the changes as JSON, for ``--dry-run --json``. The rows of a pipeline are listed by stage."""
         shown: JsonObject = {}
         for name, each in self.matched.items():
             now = each.with_answers_kept() if each is not None and keeps else each
@@ -283,13 +287,13 @@ class Changes:
         return {"changed_options": [*self.edits], "dropped_answers": 0 if keeps else self.dropped, "rows": rows}
 
     def tell(self, on_change: OnChange) -> None:
-        """Log the same, unless the user has seen it. A change that the caller did not expect is a warning."""
+        """Log the changes, unless the user has seen them. A change that the caller did not expect is a warning."""
         if words := "" if self.told else self.forecast(keeps=on_change == "keep"):
             level = logging.INFO if self.is_silent or on_change is not None else logging.WARNING
             logger.log(level, "resuming %s: %s", self.run, words)
 
     def adoptions(self, part: str, *, keeps: bool) -> Callable[[], Iterator[Adoption]] | None:
-        """Return what a part of the run takes over from other recorded rows."""
+        """Return the function that yields which recorded rows a part of the run takes over; None if there are none."""
         matching = self.matchings.get(part)
         return None if matching is None else partial(matching.adoptions, keeps=keeps)
 
@@ -310,10 +314,13 @@ def compare(
     resend: bool = False,
     known: Changes | None = None,
 ) -> Changes:
-    """Compare a run with its record: its options, and its rows. ``parts`` are its stages by name; a plain run is its
-    only part, with the name "". ``worker`` is a built-in one. Reads files or Redis and all inputs, so it may block.
-    Without a record nothing has changed. ``resend``: answers that an earlier session kept after a change are dropped
-    too. ``known`` is returned if it was compared in the same way, else closed. Close the result."""
+    """Compare the options and the rows of a run with its record. Without a record nothing has changed. It reads files
+    or Redis, and all inputs, so it may block.
+
+    ``parts`` are its stages by name; a plain run is its only part, with the name "". ``worker`` is a built-in one.
+    ``resend``: answers that an earlier session kept after a change are dropped too. ``known`` is the result of an
+    earlier comparison: it is returned if it was made in the same way, else closed. The caller closes the result.
+    """
     if known is not None:
         if known.resend == resend or not known.forced:
             return known
@@ -402,8 +409,8 @@ def _compare(
 
 
 def _at_people(reader: RunReader, facts: JsonObject, prepared: Prepared, decided: Mapping[int, bytes]) -> int:
-    """Return how many failed rows wait for people, ``decided`` ones not counted: no entry of the cascade is asked about
-    them again, unless there is a new one."""
+    """Return how many failed rows wait for people, without those that are ``decided``. No entry of the cascade is asked
+    about them again, unless there is a new entry."""
     cascade, known = prepared.cascade, cast(JsonObject, facts.get("cascade") or {})
     labels = [each.get("label") for each in cast("list[JsonObject]", known.get("entries") or [])]
     if cascade is None or not cascade.people or labels != [cascade.label, *(each.label for each in cascade.later)]:
@@ -413,7 +420,7 @@ def _at_people(reader: RunReader, facts: JsonObject, prepared: Prepared, decided
 
 
 def _answers_of(reader: RunReader, edited: Mapping[str, bool]) -> tuple[int, int]:
-    """Return how many rows have an answer of these entries of a cascade, and how many of them could keep it."""
+    """Return how many rows have an answer of these entries of a cascade, and how many of these rows could keep it."""
     theirs = held = 0
     for record in reader.rows:
         earlier = cast("list[JsonObject]", record.get("earlier") or [])
@@ -424,13 +431,14 @@ def _answers_of(reader: RunReader, edited: Mapping[str, bool]) -> tuple[int, int
 
 
 def _row_cost(reader: RunReader, whole: RunReader) -> float | None:
-    """Return what a row of this part has cost until now, with what came of it in later stages; None if unknown."""
+    """Return what a row of this part has cost so far, with its cost in later stages; None if unknown."""
     done, cost = sum(reader.rows.counts()), whole.view().progress.cost
     return cost / done if done and cost else None
 
 
 def _rest_of(reader: RunReader, prepared: Prepared, found: Matched, each_row: float | None) -> str:
-    """Return what sending the rows costs that have no answer. ``each_row`` is what a row has cost until now."""
+    """Return text that says what sending the rows without an answer costs. ``each_row`` is what a row has cost so
+    far."""
     if not found.to_send:
         return ""
     if each_row is not None:
@@ -443,7 +451,7 @@ def _rest_of(reader: RunReader, prepared: Prepared, found: Matched, each_row: fl
 
 
 def retries(run_dir: str | Path, parts: Mapping[str, Prepared]) -> tuple[int, str]:
-    """Return how many failed rows are retried, and that in words, with the cost. ``parts`` are those of ``compare``."""
+    """Return how many failed rows are retried, and text that says so with the cost. ``parts`` as in ``compare``."""
     counts: dict[str, int] = {}
     others: Counter[str] = Counter()
     going_on = tokens = used_up = 0
@@ -483,8 +491,8 @@ def _retried(spec: BatchSpec) -> set[str] | None:
 
 
 def _conversations(reader: RunReader, spec: BatchSpec) -> list[int]:
-    """Return the prompt tokens of each failed row that continues its recorded conversation; 0 if the row has used up
-    its limits, so that nothing is sent."""
+    """Return the prompt tokens of each failed row that continues its recorded conversation. 0: the row has used up its
+    limits, so that nothing is sent."""
     found, wanted = [], _retried(spec)
     for place, record in reader.rows.placed():
         past = None if record.get("ok") else reader.past(place, record)
@@ -509,8 +517,8 @@ def _length(past: Past) -> int:
 
 
 def cost_of(prepared: Prepared, count: int, more_tokens: int = 0) -> str:
-    """Return what sending ``count`` rows costs: ``about 1.2k prompt tokens, $0.01``. ``more_tokens`` are those of
-    conversations that continue. "" if it is unknown."""
+    """Return text with the cost of sending ``count`` rows: ``about 1.2k prompt tokens, $0.01``; "" if it is unknown.
+    ``more_tokens`` are those of conversations that continue."""
     dry = DryRun.untouched(prepared)
     each = dry.row_tokens
     if not dry.sampled:

@@ -1,4 +1,4 @@
-"""The seams of a run: how it is controlled, what is inside it, and who brings its worker processes."""
+"""The interfaces of a run: how it is controlled, what is inside it, and what starts its worker processes."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ class Controls(Protocol):
 
 
 class Inside(Protocol):
-    """What a run around other runs does instead of working on rows: the stages of a pipeline."""
+    """What a run does if it contains other runs instead of working on rows: the stages of a pipeline."""
 
     names: Sequence[str]
     parts: Mapping[str, Prepared]  # the stages by name
 
     async def work(self, run: Run[object]) -> bool:
-        """Run the stages. Returns whether all of them ended as they should; else their records say why not."""
+        """Run the stages. Returns whether all of them ended normally; otherwise their records have the reasons."""
         ...
 
     def facts(self, prepared: Prepared) -> JsonObject:
-        """Return what workers in other processes need in addition."""
+        """Return what workers in other processes need to know of the stages."""
         ...
 
     async def begin_sharing(self, lender: Lending) -> None:
@@ -78,12 +78,13 @@ class Inside(Protocol):
     def drain(self) -> None: ...
 
     def stage_row(self, row: str | int) -> tuple[Run[object], str]:
-        """Return the run of the stage that a row is named after, and the name of the row in it. Raises SpecError."""
+        """Return the run of the stage in a row's name ``STAGE/ROW``, and the name of the row in that run. Raises
+        SpecError."""
         ...
 
 
 class Crew(Protocol):
-    """Brings worker processes: those of this machine, or of a cluster."""
+    """Starts worker processes: on this machine, or on a cluster."""
 
     def at_work(self, run: Run[object]) -> AbstractAsyncContextManager[None]:
         """Return a context manager during which workers take rows from the record of the run."""

@@ -44,7 +44,7 @@ LEFT_SECONDS = 1.0  # for what a worker left behind to end by itself, and then a
 
 
 def count_of(processes: int | str) -> int:
-    """Return the number of processes that ``processes=`` means."""
+    """Return the number of processes for a value of ``processes=``."""
     if isinstance(processes, int):
         return processes
     try:
@@ -54,7 +54,7 @@ def count_of(processes: int | str) -> int:
 
 
 def crew_of(spec: BatchSpec) -> Crew | None:
-    """Return what brings the worker processes of a run; None if the run works in its own process."""
+    """Return the object that starts the worker processes of a run; None if the run works in its own process."""
     if spec.cluster is not None:
         return cast(Crew, spec.cluster)
     return None if spec.processes is None else ProcessCrew(count_of(spec.processes))
@@ -170,7 +170,8 @@ class ProcessCrew:
 
 
 class _Messages:
-    """The latest messages of a worker, from a pipe. Its own children may keep the other end open after its exit."""
+    """The latest messages of a worker, read from a pipe. Children of the worker may keep the other end open after its
+    exit."""
 
     def __init__(self) -> None:
         self._reading, self._other_end = os.pipe()
@@ -180,14 +181,14 @@ class _Messages:
 
     @contextmanager
     def writing(self) -> Iterator[int]:
-        """Give the other end to a process that is started in this block."""
+        """Give the writing end to a process that is started in this block."""
         try:
             yield self._other_end
         finally:
             os.close(self._other_end)
 
     def _take(self) -> bool:
-        """Read what is there. Returns whether there may be more."""
+        """Read what has arrived. Returns whether there may be more."""
         try:
             data = os.read(self._reading, SAID_BYTES)
         except BlockingIOError:
@@ -198,7 +199,7 @@ class _Messages:
         return bool(data)
 
     def last_line(self) -> str:
-        """Return the last line of the messages that are there now."""
+        """Return the last line of the messages so far."""
         reads = 2 * PIPE_BYTES // SAID_BYTES  # a child that writes without end does not hold this up
         while reads and self._take():
             reads -= 1
@@ -211,7 +212,7 @@ class _Messages:
 
 
 async def _end_left_behind(number: int, mark: str) -> None:
-    """End the processes that a worker has started and left running, and name them. On Linux only."""
+    """Kill the processes that a worker has started and left running, and log their names. Only on Linux."""
     if not (await in_thread(partial(_marked, mark))):
         return
     await asyncio.sleep(LEFT_SECONDS)
@@ -237,8 +238,8 @@ def _marked(mark: str) -> dict[int, str]:
 
 
 def _modules() -> str:
-    """Return the directory of the user's modules, as Python itself has it: that of the main script, or the working
-    directory (also with ``python -m``)."""
+    """Return the directory of the user's modules, in Python's own order: that of the main script, else the working
+    directory (also for ``python -m``)."""
     main = sys.modules.get("__main__")
     script = getattr(main, "__file__", None)
     if script is None or getattr(main, "__spec__", None) is not None:

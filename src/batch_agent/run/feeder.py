@@ -152,7 +152,7 @@ class Feeder:
         store.listen(self._news.set, results=True)
 
     def _keep_keys(self, previous: JsonObject) -> None:
-        """Decide which rows keep the keys that they had with their columns of gold."""
+        """Decide which rows keep the keys that they had when gold columns were a part of them."""
         gold = self.facts.get(GOLD_FACT)
         if self.scoring is None or not isinstance(gold, dict):
             return
@@ -196,13 +196,13 @@ class Feeder:
         self.tell(**self._counts())
 
     def _counts(self) -> JsonObject:
-        """Return facts about the answers of a run with a standby."""
+        """Return the facts about answers in a run with a standby."""
         if not self._answered_by:
             return {}
         return {"answered_by": dict(self._answered_by), "unpriced": self._emit.metrics.statistics().unpriced}
 
     def tell(self, **facts: JsonValue) -> None:
-        """Record facts about what the run does now, for readers outside."""
+        """Record facts about the present state of the run, for readers in other processes."""
         if self._session is not None and any(self.facts.get(name) != value for name, value in facts.items()):
             self.facts |= facts
             if self._telling is None:
@@ -228,7 +228,7 @@ class Feeder:
             self._write_facts()
 
     def known(self) -> JsonObject:
-        """Return the facts as they are now."""
+        """Return the present facts."""
         return {**self.facts, **({} if self.pilot is None else {"pilot": self.pilot.to_json()})}
 
     def record_pilot(self) -> None:
@@ -287,7 +287,7 @@ class Feeder:
 
     async def refill(self) -> bool:
         """Read inputs and feed them, for the only worker. Returns False if there are none, or if no more are fed. Also
-        returns when other workers join: rows may come back from them while the next input is waited for."""
+        returns when other workers join, because rows may come back from them while the next input is awaited."""
         if not self._rows.may_wait or self.tasks is None:
             return await self._fill()
         self._refilling = reading = self.tasks.create_task(self._fill())
@@ -349,7 +349,7 @@ class Feeder:
         self._news.set()
 
     def _replaced(self, first: int, values: Sequence[object], carried: Sequence[object]) -> Sequence[object]:
-        """Return the inputs as workers get them, with their indexes and names."""
+        """Return the inputs in the form in which workers get them, with their indexes and names."""
         placed = [each if isinstance(each, Placed) else Placed(first + n, each) for n, each in enumerate(values)]
         if isinstance(self._originals, dict):
             self._originals |= {each.index: each.value for each in placed}
@@ -362,7 +362,8 @@ class Feeder:
         return Row(job.index, identity.key, identity.row, value, job)
 
     def _answered(self, index: int, name: str, answer: object) -> AgentResult[object]:
-        """Return the result that the store has for a row that is fed: of an earlier session, or its failure."""
+        """Return the result that the store has for a row that is fed: that of an earlier session, or the failure to
+        read it."""
         self._emit(JobStarted(self._clock(), self._run, index, name))
         value = self._original(index)
         if not isinstance(answer, bytes):
@@ -420,7 +421,8 @@ class Feeder:
 
     @asynccontextmanager
     async def at_work(self) -> AsyncIterator[asyncio.TaskGroup]:
-        """Own the tasks of the run in this block. A worker that joins after it, also if a task failed, starts none."""
+        """Own the tasks of the run in this block. A worker that joins after the block, or after a task failed, starts
+        none."""
         async with asyncio.TaskGroup() as self.tasks:
             try:
                 yield self.tasks
@@ -434,7 +436,7 @@ class Feeder:
             task.cancel()
 
     async def dismiss(self) -> None:
-        """Let workers leave when their rows are done, and take no more."""
+        """Tell workers to take no more rows, and to leave when their rows are done."""
         await self.store.set_phase(self.session, "draining")
         self._draining = True
 
@@ -492,7 +494,7 @@ class Feeder:
         self._emit.elsewhere(event)
 
     async def _notice_workers(self) -> None:
-        """Say how to start a worker while a run that needs one has none."""
+        """Log how to start a worker while a run that needs one has none."""
         table, now = await self.store.table()
         has_workers = len(table.live(now)) > 1  # this process is a member too
         if has_workers == self._had_workers:
@@ -530,7 +532,7 @@ class Feeder:
                 await self._news.wait()
 
     async def _deliver_next(self, wait: float) -> int:
-        """Deliver the results that are there, and wait for the first."""
+        """Deliver the results that have arrived, after waiting for the first. Returns their number."""
         if not wait:
             self._news.clear()
         found = await self.store.results(self.session, self._position, AT_ONCE, wait)
@@ -563,7 +565,7 @@ class Feeder:
             self._deliver(found, callback=callback)
 
     def finish_unrecorded(self, result: AgentResult[object], deliver: Callable[[AgentResult[object]], None]) -> None:
-        """End a row of the worker in this process that was interrupted: it is not recorded."""
+        """End a row of the worker in this process that was interrupted, and so is not recorded."""
         self.outstanding -= 1
         self._tell_end(result)
         deliver(self._with_input(result))
@@ -589,19 +591,20 @@ class Feeder:
         self._emit.job_finished(result, self._clock(), self._run)
 
     def _with_input(self, result: AgentResult[object]) -> AgentResult[object]:
-        """Return a result that was made in this process with the input as the user gave it."""
+        """Return a result that was made in this process, with its input as the user gave it."""
         original = self._original(result.index)
         return result if original is None else replace(result, input=original)
 
     def _original(self, index: int) -> object:
-        """Return the input of a row as the user gave it, once; None if the row's result has it."""
+        """Return the input of a row as the user gave it; it can be taken once. None if the row's result has it
+        already."""
         originals = self._originals
         if originals is None:
             return None
         return originals.pop(index, None) if isinstance(originals, dict) else originals[index]
 
     def _tell_start(self, result: AgentResult[object]) -> None:
-        """Tell the start of a row that another process worked on, if that process has not sent it."""
+        """Emit the start of a row on which another process worked, if that process has not sent it."""
         now, run, index = self._clock(), self._run, result.index
         self._emit.row_elsewhere(now, run, result)
         if JobStarted in self._emit.sinks.wanted and index not in self.begun:

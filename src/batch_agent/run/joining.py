@@ -92,18 +92,15 @@ def refuse_damaged(facts: JsonObject) -> None:
 
 @dataclass(frozen=True, slots=True)
 class WorkReport:
-    """Number of rows that a worker finished, and the reason why it left."""
+    """The number of rows that a worker finished, and the reason why it left."""
 
     rows: int
     why: Over
 
 
 class JoinedWorker:
-    """Works on the run of a store.
-
-    ``import_from`` is the directory of the user's modules. ``wait`` is the number of seconds to wait for a run to
-    start, or for a new feeder. ``trust`` decides what of the record may be used.
-    """
+    """Works on the run of a store. ``import_from`` is the directory of the user's modules. ``wait``: number of seconds
+    to wait for a run to start, or for a new feeder. ``trust`` decides which things in the record may be used."""
 
     def __init__(self, store: WorkStore, trust: Trust, *, import_from: Path | None = None, wait: float = WAIT) -> None:
         self._store, self._trust, self._import_from, self._wait = store, trust, import_from, wait
@@ -155,7 +152,7 @@ class JoinedWorker:
         return WorkReport(rows, why or "done")
 
     async def _facts(self) -> JsonObject | Over:
-        """Wait for a run that has rows to take, and return its facts, or the reason why there is nothing to do."""
+        """Wait for a run that has rows to take, and return its facts; or the reason why there is nothing to do."""
         clock, said, found = asyncio.get_running_loop().time, "", None
         deadline = clock() + self._wait
         while not self._leaving.is_set():
@@ -224,7 +221,7 @@ class WorkedStages:
         return {}
 
     async def begin_sharing(self, lender: Lending) -> None:
-        """Do nothing: the stages of this worker share from their begin."""
+        """Do nothing: the stages of this worker share their limits from the start."""
 
     def stop_feeding(self) -> None:
         """Do nothing: the feeder is in another process."""
@@ -380,8 +377,8 @@ def prepare_worker(facts: JsonObject, import_from: Path | None, trust: Trust) ->
 
 
 class JoinedWorkers:
-    """Works on all runs of a Redis server whose name has a prefix, as they come. Ends when there was none for ``wait``
-    seconds."""
+    """Works on all runs of a Redis server whose name has a prefix, in the order in which they appear. It ends when
+    there was none for ``wait`` seconds."""
 
     def __init__(self, address: StoreAddress, prefix: str, trust: Trust, *, import_from: Path | None, wait: float):
         self._address, self._prefix, self._trust = address, prefix, trust

@@ -35,7 +35,7 @@ LOOK, LOOKS = 0.1, 100  # seconds between two looks for what the feeder says, an
 
 
 class LearnedThreshold:
-    """Which answers of the first model stay, in one process. ``facts`` returns those of the run."""
+    """Decides in one process which answers of the first model stay. ``facts`` returns the facts of the run."""
 
     def __init__(self, facts: Callable[[], Awaitable[JsonObject | None]]) -> None:
         self._facts = facts
@@ -67,7 +67,8 @@ class LearnedThreshold:
         return self._known is not None and self._known.get("decided") is True
 
     async def _begin(self) -> None:
-        """Read which rows the audit has. A row of an earlier session may be here before the feeder has said it."""
+        """Read which rows the audit has. A row of an earlier session may arrive here before the feeder has recorded
+        that."""
         for _ in range(LOOKS):
             await self._read()
             if not self._learns or self._last:
@@ -84,7 +85,7 @@ class LearnedThreshold:
 
 
 class AuditFirst:
-    """The audit of a run that this process feeds. ``names`` are those of the models. ``tell`` writes facts of the run,
+    """The audit of a run that this process feeds. ``names`` are those of the models. ``tell`` records facts of the run,
     and returns when others can read them."""
 
     def __init__(
@@ -104,7 +105,7 @@ class AuditFirst:
         self.decided = False
 
     async def begin(self) -> None:
-        """Read what earlier sessions have decided, and tell it to all workers."""
+        """Read what earlier sessions have decided, and record it for all workers."""
         await self._tell({LEARNED: await in_thread(self._begin)})
 
     def _begin(self) -> JsonObject:
@@ -144,7 +145,7 @@ class AuditFirst:
             self._all.set()
 
     def _event(self, result: AgentResult[object]) -> Event:
-        """Return both answers of a row."""
+        """Return the event with both answers of a row."""
         answered = result.ok and result.answered_by == self._names[-1]
         own = next((each for each in result.earlier if each.name == self._names[0]), None)
         first = result if own is None else own

@@ -31,9 +31,9 @@ Over = Literal["", "done", "asked to leave", "no feeder", "replaced", "the run i
 
 
 def past_of(lease: Lease, identity: Identity, steps: Sequence[KeptStep]) -> Past | None:
-    """Return what an earlier agent with that identity recorded, or None. A finished agent is preferred to a running
-    one, and a running one to a failed one. Each agent is returned once. An agent that continued answers to another
-    question, which were kept by force, has ``several`` if its answers are to be checked now."""
+    """Return the record of an earlier agent with that identity, or None. A finished agent is preferred to a running
+    one, and a running one to a failed one. Each agent is returned once. If an agent continued from answers to another
+    question, which were kept by force, and answers are checked now, its record has ``several`` set."""
     agents: dict[int, list[KeptStep]] = {}
     for step in steps:
         if step.agent not in lease.claimed:
@@ -111,12 +111,12 @@ class Leases:
         self._closed = False
 
     def share(self) -> None:
-        """Other processes work on the run too: renew the leases from now on. Rows may come back from them."""
+        """Renew the leases from now on, because other processes work on the run too. Rows may come back from them."""
         self.store.listen(self._changed.set if self.store.wait else self._news.set)
         self._renewing = asyncio.get_running_loop().create_task(self._renew(), name="batch-agent leases")
 
     async def next(self) -> list[Lease]:
-        """Return the next rows, for which it may wait; none if no more rows are taken."""
+        """Return the next rows, after waiting for the first; [] if no more rows are taken."""
         if not self._ready and not (self.over or self.store.wait):  # the answer is there at once
             self._ready.extend(await self._take())
         if not self._ready:
@@ -212,7 +212,7 @@ class Leases:
         self.leave()
 
     def committed(self, lost: set[str], ended: Sequence[Lease]) -> None:
-        """Forget rows whose results are recorded, and drop rows that other workers have."""
+        """Drop rows whose results are recorded, and rows that other workers have taken over."""
         self.lose(lost)
         for lease in ended:
             index = lease.row.index
@@ -222,7 +222,7 @@ class Leases:
             self.on_ended(index)
 
     def lose(self, places: set[str]) -> None:
-        """Drop the rows at these places of the queue: other workers have them."""
+        """Drop the rows at these places of the queue, because other workers have taken them over."""
         for index in [index for index, lease in self.held.items() if lease.place in places] if places else ():
             del self.held[index]
             self.ending.discard(index)

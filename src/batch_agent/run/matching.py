@@ -3,8 +3,8 @@ recorded answers no row would use.
 
 Only digests are compared, in a temporary database on disk, so that a million rows take little memory. A row is matched
 by its key (its question and its id), then by its question alone, because an id may change while the question does not.
-A recorded result that is left belongs to a row that changed: to the one with the same input, the same id, or the same
-place between unchanged rows.
+A recorded result without a match belongs to a row that changed: to the row with the same input, the same id, or the
+same place between unchanged rows.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ CREATE VIEW own AS SELECT idx, substr(key, {KEY_BYTES + 1}) AS name FROM now
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """What becomes of the rows of a run. ``total`` rows can be asked; ``kept`` of them have an answer that fits.
-    ``changed`` rows have a recorded answer to something else: of these, ``held`` keep it with on_change="keep".
-    ``gone`` recorded answers belong to no row any more. ``renamed`` rows of those that are kept or continue have
-    another id than before. ``names`` are the indexes of a few changed rows, if the rows changed and not the options."""
+    """The numbers of a comparison of rows. ``total``: rows that can be asked. ``kept``: rows with an answer that fits.
+    ``changed``: rows with a recorded answer to something else; ``held`` of them keep it with on_change="keep".
+    ``gone``: recorded answers without a row. ``renamed``: rows that are kept or continue, and have another id than
+    before. ``names``: indexes of a few changed rows, if rows changed and not options."""
 
     total: int = 0
     kept: int = 0
@@ -77,7 +77,7 @@ class Matched:
         return self.total - self.kept
 
     def with_answers_kept(self) -> Matched:
-        """Return the same with on_change="keep"."""
+        """Return the numbers for on_change="keep"."""
         kept, changed = self.kept + self.held, self.changed - self.held
         return Matched(
             self.total, kept, changed, 0, self.new, self.failed, self.begun, self.lost, self.gone, self.renamed
@@ -110,7 +110,7 @@ class Matched:
 
     @property
     def says_renamed(self) -> str:
-        """Say that rows with other ids keep their answers; "" if there are none."""
+        """Return text that says how many rows with other ids keep their answers; "" if there are none."""
         if not self.renamed:
             return ""
         count = counted(self.renamed, "row")
@@ -118,8 +118,8 @@ class Matched:
 
 
 def readable_again(inputs: object) -> Iterable[object] | None:
-    """Return inputs to read before the run reads them; None if they can be read only once, as far as is known: an
-    iterable without a length may be used up by reading it."""
+    """Return inputs that can be read before the run reads them; None if they may be readable only once: reading an
+    iterable without a length may use it up."""
     if isinstance(inputs, LazyRows):
         return inputs.again()
     if isinstance(inputs, AsyncIterable | Iterator) or not (isinstance(inputs, Iterable) and isinstance(inputs, Sized)):
@@ -128,7 +128,8 @@ def readable_again(inputs: object) -> Iterable[object] | None:
 
 
 def _until_an_error(inputs: Iterable[object]) -> Iterator[object]:
-    """Yield the inputs before the first that cannot be read. The run itself does those, and then reports the error."""
+    """Yield the inputs before the first that cannot be read. The run reports the error when it reads that input
+    itself."""
     rows = iter(inputs)
     while True:
         try:
@@ -139,11 +140,9 @@ def _until_an_error(inputs: Iterable[object]) -> Iterator[object]:
 
 
 class Matching:
-    """The rows of one run or stage beside those of its record. Close it. May be used from any thread, one at a time.
-
-    ``same``: the options ask what is recorded. ``forced``: answers were kept by force. ``answered``: failed rows that
-    people have answered, which are not sent.
-    """
+    """Compares the rows of one run or stage with those of its record. Close it. It may be used from any thread, one at
+    a time. ``same``: the options ask what is recorded. ``forced``: answers were kept by force. ``answered``: failed
+    rows that people have answered, which are not sent."""
 
     def __init__(
         self,
@@ -168,7 +167,7 @@ class Matching:
         self._db.close()
 
     def match(self, inputs: Iterable[object]) -> Matched:
-        """Return what becomes of the rows."""
+        """Compare the rows, and return the numbers."""
         recorded = self._reader.recorded(self._fingerprint, forced=self._forced)
         if recorded is None:  # the journal is gone, and no answer can be used
             total = sum(1 for _ in self._identified(inputs))
@@ -190,11 +189,12 @@ class Matching:
 
     @property
     def _fingerprint(self) -> str | None:
-        """The fingerprint of the answers of a user's worker, which are recorded under keys without it."""
+        """The fingerprint of a user's worker; None without one. Its answers are recorded under keys that do not contain
+        it."""
         return None if self._prepared.spec.worker is None else fingerprint_of(self._prepared, self._worker).hex()
 
     def adoptions(self, *, keeps: bool) -> Iterator[Adoption]:
-        """Yield the rows that take over a record from another key or input. ``keeps``: also those that changed."""
+        """Yield the rows that take over the record of another key or input. ``keeps``: changed rows are among them."""
         changed = f"n.how IN ({EDITED}, {MOVED})" if keeps and self._same else "0"
         found = self._db.execute(
             f"SELECT w.name, n.key, n.row, w.row, {changed} FROM now n JOIN was w ON w.id = n.was "
@@ -207,7 +207,8 @@ class Matching:
                 yield from self._samples(Identity(key, before), Identity(key, row), forced=bool(forced))
 
     def _samples(self, before: Identity, now: Identity, *, forced: bool) -> Iterator[Adoption]:
-        """Yield the further agents of a row with another input; answers that were kept by force are found by it."""
+        """Yield the other agents of a row whose input changed. Answers that were kept by force are found by this
+        input."""
         pairs = zip(*(further_identities(each, self._prepared) for each in (before, now)), strict=True)
         for sought, sample in ((was.row, one) for was, one in pairs):
             for (name,) in self._db.execute("SELECT name FROM was WHERE row = ?", (sought,)).fetchall():
@@ -248,7 +249,7 @@ class Matching:
         return int(self._db.execute(query, values).fetchone()[0])
 
     def _match(self, by: str, where: str, how: int, *, newest: bool = False) -> None:
-        """Match the rows that are left with recorded rows, equal ones in order."""
+        """Match the remaining rows with recorded rows. Rows that are equal are matched in order."""
         order = "id DESC" if newest else "rank, id"
         self._pair(
             _numbered("idx AS one", by, "idx", f"now WHERE was IS NULL AND {where}"),
@@ -262,7 +263,7 @@ class Matching:
         self._db.execute("UPDATE was SET taken = 1 WHERE id IN (SELECT other FROM pair)")
 
     def _pair(self, ones: str, others: str) -> None:
-        """Fill the table of pairs: the nth of each value with the nth of it."""
+        """Fill the table of pairs: the nth row of each value with the nth recorded row of that value."""
         self._db.execute("DELETE FROM pair")
         self._db.execute("DELETE FROM side")
         self._db.execute(f"INSERT INTO side SELECT sought, nth, one FROM ({ones})")
@@ -291,7 +292,7 @@ class Matching:
             yield index, row_of(record.get("input"), ""), bool(record.get("ok")), own, name != str(index)
 
     def _link_results(self) -> None:
-        """Find the recorded row of each result. A directory knows it by its input, and Redis by its index."""
+        """Find the recorded row of each result. A run directory finds it by its input, and Redis by its index."""
         several = self._prepared.cascade is not None
         votes = several or (self._prepared.spec.samples or 1) > 1  # a row with a failed first sample may have a result
         rank = "0" if votes else f"CASE ok WHEN 1 THEN {DONE} ELSE {FAILED} END"
@@ -335,8 +336,8 @@ class Matching:
         )
 
     def _match_places(self) -> None:
-        """Match results with rows by their places between matched rows. Rows with ids are known by them, unless every
-        id is another one."""
+        """Match results with rows by their places between matched rows. Rows with ids are matched in this way only if
+        every id changed."""
         known = self._one(
             f"SELECT count(*) FROM (SELECT 1 FROM now WHERE how IN ({SAME}, {QUESTION}, {EDITED}) "
             f"AND length(key) > {KEY_BYTES} LIMIT 1)"
@@ -363,7 +364,8 @@ class Matching:
     def _pair_places(
         self, lines: array[int], places: array[int], before: tuple[int, int], end: int | None, *, known: bool
     ) -> None:
-        """Pair results with the rows that are left between two matched rows: first those at the same distance."""
+        """Pair results with the remaining rows between two matched rows, first those at the same distance from the
+        first of the two."""
         if not lines:
             return
         end = self._one("SELECT coalesce(max(idx), 0) + 1 FROM now") if end is None else end
@@ -423,7 +425,7 @@ class Matching:
         )
 
     def _new(self, rest: int, recorded: int) -> int | None:
-        """Return how many of the rows without a record were not among the rows of the record; None if unknown."""
+        """Return how many of the rows without a record are new, and were not in the recorded run; None if unknown."""
         before, rows = self._facts.get("total"), self._facts.get("rows")
         if self._facts.get("state") == "complete" and isinstance(rows, dict):
             before = rows.get("read", before)
@@ -431,5 +433,5 @@ class Matching:
 
 
 def _numbered(name: str, by: str, order: str, source: str) -> str:
-    """Return a query of lines with the value to match by, numbered among equal ones."""
+    """Return a query for lines with the value to match by, and a number that counts equal values."""
     return f"SELECT {name}, {by} AS sought, row_number() OVER (PARTITION BY {by} ORDER BY {order}) AS nth FROM {source}"

@@ -25,8 +25,8 @@ NOT_BEGUN = "the run ended before every part of this row was begun"
 
 
 class Several(ABC):
-    """A row on which several agents work, each with its own record. ``recorded`` is None, unlike that of an agent: only
-    the ends of its agents are recorded."""
+    """A row on which several agents work, each with its own record. ``recorded`` is None: only the ends of the agents
+    are recorded, not that of the row."""
 
     recorded: None = None
 
@@ -45,7 +45,8 @@ class Several(ABC):
     def summed(
         self, results: Sequence[AgentResult[object]], last: AgentResult[object] | None, chunks: int = 1
     ) -> BaseResult[object]:
-        """Return the result of the row: the output and the texts of ``last``, and what all agents have used."""
+        """Return the result of the row, with the output and the texts of ``last``, and the sum of what all agents have
+        used."""
         costs = [result.cost for result in results if result.cost is not None]
         models = [name for result in results if result.answered_by for name in result.answered_by.split(JOINED)]
         return BaseResult(
@@ -128,7 +129,7 @@ class Parts(Several):
         return self._texts(results, schema)
 
     def _texts(self, results: Sequence[AgentResult[object]], schema: OutputSchema[object] | None) -> list[str]:
-        """Return the answers as text for a model. The row fails if one of them failed or cannot be written."""
+        """Return the answers as text for a model. If one of them failed or cannot be written, the row fails."""
         plain = [plainly(result, schema) for result in results]
         self.error = next((result.error for result in plain if result.error is not None), None)
         return [_text(result.output) for result in plain]

@@ -34,8 +34,9 @@ T = TypeVar("T")
 
 
 class Pilot:
-    """``rows`` go first, in the order of the hash of their ids with ``key``. ``only``: no others follow. ``of`` is the
-    number of rows of the table, and ``last`` the hash of the pilot's last row; both are known after ``choose``."""
+    """The pilot of a run. ``rows`` rows go first, in the order of the hash of their ids with ``key``. ``only``: no
+    others follow. ``of`` is the number of rows of the table, and ``last`` the hash of the pilot's last row; both are
+    known after ``choose``."""
 
     def __init__(self, rows: int, key: str | None = None, *, only: bool = False) -> None:
         self.rows, self.only = rows, only
@@ -67,7 +68,7 @@ class Pilot:
     # Which rows
 
     def draw_by(self, key: str) -> None:
-        """Order the rows by this key: with a promise, the pilot is the head of its audit."""
+        """Order the rows by this key. If the run has a promise, the pilot is then the beginning of its audit."""
         self._key = key
 
     def choose(self, inputs: Iterable[object], id_column: str | None) -> list[Placed]:
@@ -110,7 +111,7 @@ class Pilot:
     # Whether the others follow
 
     def go_on(self) -> None:
-        """Let the other rows follow. The first decision counts."""
+        """Let the other rows follow. Only the first decision counts."""
         if self.only and not self.covers_all:
             return
         if not self.asked:  # results that are taken as they come need not stay in memory
@@ -138,8 +139,8 @@ class Pilot:
         return self._goes_on is False
 
     async def wait_decided(self) -> bool:
-        """Wait until it is decided whether the other rows follow. If they do not: until the rows of the pilot are done,
-        because rows that wait in a queue would not be started any more."""
+        """Wait until it is decided whether the other rows follow. If they do not, also wait until the rows of the pilot
+        are done: rows that wait in a queue would otherwise not be started."""
         await self._decided.wait()
         if self.stopped:
             await self._ended.wait()
@@ -148,11 +149,11 @@ class Pilot:
     # Whether it is done
 
     def begin_rows(self) -> None:
-        """Its rows were chosen, and are read next."""
+        """Record that the pilot's rows were chosen, and are read next."""
         self._began = asyncio.get_running_loop().time()
 
     def reach(self) -> None:
-        """All its rows were read, and the others wait."""
+        """Record that all rows of the pilot were read, and that the others wait."""
         if not self.read:
             self.read = True
             self.on_read()
@@ -165,12 +166,12 @@ class Pilot:
                 self.end()
 
     def end(self) -> None:
-        """All its rows are done."""
+        """Record that all rows of the pilot are done."""
         self.complete, self.seconds = True, asyncio.get_running_loop().time() - self._began
         self._ended.set()
 
     def close(self) -> None:
-        """The run has ended."""
+        """Record that the run has ended."""
         self.closed = True
         self._ended.set()
         self.on_closed()
@@ -184,8 +185,9 @@ class Pilot:
     # Its record
 
     def begin(self, recorded: object, *, same: bool) -> JsonObject:
-        """Return what the record says of the pilot. ``recorded`` is what it said before; ``same``: the answers of then
-        are valid. A pilot that was passed, and a smaller one of the same order, is not stopped at again."""
+        """Return the description of the pilot for the record. ``recorded`` is the earlier one; ``same``: its answers
+        are still valid. The run does not stop again at a pilot that was passed, or at a smaller one in the same
+        order."""
         before = recorded if isinstance(recorded, dict) else {}
         count = before.get("passed")
         if same and before.get("key") == self._key and isinstance(count, int):
@@ -193,17 +195,17 @@ class Pilot:
         return self.to_json()
 
     def to_json(self) -> JsonObject:
-        """``stopped``: no other row may follow, as far as is known now."""
+        """Return the pilot as JSON. ``stopped``: no other row will follow, as far as is known now."""
         table: JsonObject = {"rows": self.rows, "key": self._key, "of": self.of, "last": self.last}
         return {**table, "passed": self._passed, "stopped": self._goes_on is not True}
 
     def pass_by(self) -> None:
-        """A session stops after it, or continues: no later one stops again."""
+        """Record that a session stopped after the pilot or continued: later sessions do not stop again."""
         self._passed = max(self._passed, self.rows)
 
 
 def named(inputs: Iterable[object], id_column: str | None, *, warns: bool) -> Iterator[Placed]:
-    """Yield each input with its index, and with its own id, if it has one, made unique in the order of the inputs."""
+    """Yield each input with its index and its own id, if it has one. Ids are made unique in the order of the inputs."""
     ids = UniqueIds(warns=warns)
     for index, value in enumerate(inputs):
         yield Placed(index, value, None if (own := _own_id(value, id_column)) is None else ids.unique(own))
@@ -229,7 +231,8 @@ async def results_of_pilot(run: Run[T]) -> Results[T]:
 
 
 async def outlook_of_run(run: Run[Any], results: Sequence[AgentResult[Any]]) -> Outlook | None:
-    """Return what the results of the pilot of a run say of all rows. It is no pipeline."""
+    """Return what the results of the pilot say about all rows of a run that is not a pipeline; None if they are not
+    complete."""
     assert run.pilot_rows is not None
     return await outlook_of(run.pilot_rows, [*map(work_of, results)], run.parts, least_prompt(results))
 
@@ -243,8 +246,8 @@ def least_prompt(results: Iterable[AgentResult[Any]]) -> int | None:
 async def outlook_of(
     pilot: Pilot, work: Sequence[RowWork], parts: Mapping[str, Prepared], least: int | None = None
 ) -> Outlook | None:
-    """Return what the pilot says of all rows; None if it is not complete. ``work`` is that of its rows, in all stages;
-    ``parts`` are these. ``least``: tokens of the shortest prompt."""
+    """Return what the pilot says about all rows; None if it is not complete. ``work`` is the work of its rows in all
+    stages, which are ``parts``. ``least``: tokens of the shortest prompt."""
     if not pilot.complete or not work:
         return None
     most = await in_thread(partial(most_cost, next(iter(parts.values())), least)) if len(parts) == 1 else None

@@ -42,7 +42,7 @@ from batch_agent.trust.promise import fixed_size, read_promise
 
 
 class PromiseOfRun:
-    """The promise of a run that this process feeds. ``draw`` comes first."""
+    """The promise of a run that this process feeds. Call ``draw`` first."""
 
     def __init__(self, prepared: Prepared) -> None:
         self._prepared, self._run = prepared, str(prepared.spec.run_dir)
@@ -62,7 +62,7 @@ class PromiseOfRun:
         return cls(prepared)
 
     async def draw(self, store: Store, pilot: Pilot | None) -> None:
-        """Draw the rows of the audit, of which the pilot is the head. Reads all inputs twice."""
+        """Draw the rows of the audit; the pilot is their beginning. Reads all inputs twice."""
         inputs, recorded = cast("Iterable[object]", self._prepared.spec.inputs), await store.facts()
         drawing = partial(draw_audit, self._prepared, inputs, recorded or {}, self._run)
         drawn, self._head = await in_thread(drawing)
@@ -71,13 +71,13 @@ class PromiseOfRun:
             pilot.draw_by(drawn.key)
 
     def facts(self) -> JsonObject:
-        """Return what the record says of the promise."""
+        """Return the description of the promise for the record."""
         assert self._drawn is not None, "the rows are drawn first"
         learns = {LEARNED: UNTOLD} if self._drawn.truth == LAST else {}
         return {PROMISE: self._drawn.to_json(), **learns}
 
     async def begin(self, prepared: Prepared, feeder: Feeder, rows: Rows, delivery: Delivery[object]) -> None:
-        """Write the head of the audit into the record. If the truth is the last model, its rows are fed first."""
+        """Record the first rows of the audit. If the last model is the truth, these rows are fed first."""
         await in_thread(partial(self._keep, feeder.store.fed))
         if prepared.spec.truth != LAST or prepared.cascade is None:
             return
@@ -91,7 +91,7 @@ class PromiseOfRun:
         keep_lines(store, HEAD, (to_json(row) + b"\n" for row in self._head))
 
     def settle(self) -> None:
-        """Record at the end of a session what is known of the audit. May block."""
+        """Record, at the end of a session, the results of the audit so far. May block."""
         standing_of(self._run, settles=True)
 
     def standing(self) -> PromiseStanding | None:
@@ -155,14 +155,14 @@ def _has_begun(run: str) -> bool:
 
 
 def standing_of(run: str | RunPlace, *, settles: bool = False) -> PromiseStanding | None:
-    """Return how the promise of a recorded run stands; None if it has none. ``settles``: what is known of the audit is
-    recorded first, as at the end of a run. Blocks."""
+    """Return how the promise of a recorded run stands; None if it has none. ``settles``: the results of the audit so
+    far are recorded first, as at the end of a run. Blocks."""
     with open_run(run) as reader:
         return standing_in(reader, settles=settles)
 
 
 def standing_in(run: RunReader, *, settles: bool = False) -> PromiseStanding | None:
-    """Return the same of a run that is open."""
+    """Return how the promise of an open run stands; None if it has none. ``settles`` as in ``standing_of``."""
     if PromiseFacts.of(run.facts()) is None:
         return None
     with PeopleReview(run) as review:

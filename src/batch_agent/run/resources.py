@@ -1,4 +1,4 @@
-"""What a worker of this process works with: tools, models, prices, readings of the engine's load."""
+"""What a worker in this process works with: tools, models, prices, readings of the engine's load."""
 
 from __future__ import annotations
 

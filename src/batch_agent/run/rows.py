@@ -34,8 +34,8 @@ logger = logging.getLogger("batch_agent")
 
 
 class UniqueIds:
-    """Makes the ids of rows unique: of rows with the id ``a``, the second becomes ``a~2``. Warns, and names them. Keeps
-    a hash of each id, about 12 bytes, because inputs may be long."""
+    """Makes the ids of rows unique: the second row with the id ``a`` gets ``a~2``. It warns about such ids. It stores a
+    hash of each id, about 12 bytes, because inputs may be long."""
 
     def __init__(self, *, warns: bool = True) -> None:
         self._warns = warns
@@ -71,8 +71,9 @@ class UniqueIds:
 
 
 class Rows:
-    """A plain iterator is advanced on the event loop, so one that blocks should be async. With a ``pilot``, its rows go
-    first, and the others follow when it says so; ``id_column`` is the field with their ids."""
+    """Reads inputs. A plain iterator is advanced on the event loop, so one that blocks should be async. With a
+    ``pilot``, its rows go first, and the others follow when it allows that; ``id_column`` is the field with their
+    ids."""
 
     def __init__(
         self,
@@ -99,17 +100,17 @@ class Rows:
 
     @property
     def may_wait(self) -> bool:
-        """Whether the next input may have to be waited for."""
+        """Whether reading the next input may have to wait."""
         return self._waits or (self._async is not None and not self._peeked and not self.waiting)
 
     @property
     def stopped(self) -> bool:
-        """Whether the rows of the pilot were read, and none of the others follows."""
+        """Whether the rows of the pilot were read, and no others follow."""
         return self._stopped
 
     async def first(self, plan: Plan) -> object:
-        """Return the first input, or None; ``read`` returns it again. Raises SpecError if it lacks a field of the task;
-        a row that another stage made fails alone later."""
+        """Return the first input, or None. ``read`` returns it again. Raises SpecError if it lacks a field of the task;
+        a row that another stage made fails alone instead, later."""
         if self._pilot is not None:
             await self.choose(self._pilot)
             plan.total = self._pilot.of
@@ -128,7 +129,8 @@ class Rows:
         self._plain, self._waits = iter(chosen), True
 
     async def learn_first(self, learning: AuditFirst) -> None:
-        """Hand out the rows of an audit first, and the others when it is decided which of them go to the last model."""
+        """Hand out the rows of an audit first. The others follow when it is decided which of them go to the last
+        model."""
         self._plain = await in_thread(partial(learning.lead, self._countable, self._id_column))
         self._learning, self._waits, self._peeked = learning, True, []
 
@@ -138,7 +140,7 @@ class Rows:
         return self._inputs
 
     async def read(self, count: int) -> list[object]:
-        """Return the next inputs, at most ``count``, and one of an async iterator; empty at the end."""
+        """Return at most ``count`` next inputs; from an async iterator, only one. Empty at the end."""
         if self._peeked:
             values, self._peeked = self._peeked, []
             return values
@@ -166,7 +168,7 @@ class Rows:
         return values
 
     async def read_ready(self, count: int) -> list[object]:
-        """Return what ``read`` returns, and of a channel all rows that are there already."""
+        """Return what ``read`` returns; from a channel, all rows that have arrived."""
         if self.channel is None or self._peeked:
             return await self.read(count)
         values = await self.channel.take_all()
@@ -174,7 +176,7 @@ class Rows:
         return values
 
     def close(self) -> None:
-        """Close an input file. The user closes a generator of their own."""
+        """Close an input file. A generator of the user's is left to the user."""
         if self._file is not None:
             self._file.close()
 
@@ -229,7 +231,7 @@ def unplaced(value: object) -> object:
 
 
 def _compile(plan: Plan, index: int, value: object) -> Job | AgentResult[object]:
-    """Return a row's job; or its failed result, if it cannot be rendered."""
+    """Return the job of a row; if the row cannot be rendered, its failed result."""
     name = None
     if isinstance(value, Placed):
         index, name, value = value.index, value.name, value.value

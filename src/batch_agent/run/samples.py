@@ -26,7 +26,8 @@ from batch_agent.trust.votes import FAILED, PENDING, Outcome, Vote, VoteError, V
 
 
 def identity_of(row: Identity, number: int) -> Identity:
-    """Return the identity of a sample. That of the first is that of its row; the others do not depend on its id."""
+    """Return the identity of a sample. The first sample has that of its row; those of the others do not depend on the
+    row's id."""
     if not number:
         return row
     return Identity(derived(asked_of(row.key), sample_mark(number)), derived(row.row, sample_mark(number)))
@@ -55,7 +56,8 @@ class Samples(Several):
         return len(self._outcomes) - 1
 
     def job_of(self, number: int, key: bytes) -> Job:
-        """Return the job of a sample. ``key`` identifies the row; an id that changes changes no seed."""
+        """Return the job of a sample. ``key`` identifies the row. It does not depend on the row's id, so that a changed
+        id changes no seed."""
         seed = self._voting.seed_of(number, asked_of(key))
         return replace(self.job, job_id=f"{self.job.job_id}#{number + 1}", seed=seed)
 
@@ -131,7 +133,7 @@ class Samples(Several):
         return cast("AgentResult[object]", result)
 
     def _doubts(self, best: AgentResult[object], votes: Mapping[str, Vote]) -> dict[str, float | None]:
-        """Return the doubts of the samples with the winners, or of the votes where a sample does not know them."""
+        """Return the doubts of the samples that have the winners; if a sample has none, the doubts of the votes."""
         doubts = dict(best.doubts or {})
         for name, vote in votes.items():
             place = self._voting.first_with(name, vote.winner, self._outcomes)

@@ -19,9 +19,9 @@ LEAVE_SECONDS = 5.0  # for workers to leave when the run has ended
 
 
 class Serving:
-    """``url`` is that of a record outside this process. ``facts``
-    returns what workers need; it raises SpecError if they cannot work on the run. ``share`` lets other processes take
-    rows; it is called before the first one joins, unless the run ``is_shared`` from its begin."""
+    """Serves the record of a run. ``url`` is that of a record outside this process. ``facts`` returns what workers
+    need; it raises SpecError if they cannot work on the run. ``share`` lets other processes take rows; it is called
+    before the first one joins, unless the run ``is_shared`` from its start."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Serving:
 
     @property
     def desk(self) -> StoreDesk:
-        """What answers the calls of workers. Raises SpecError if other processes cannot work on the run."""
+        """The object that answers the calls of workers. Raises SpecError if other processes cannot work on the run."""
         if self._desk is None:
             if self.url is not None:
                 raise SpecError("the record of this run is not in this process: workers reach it at its URL")
@@ -67,13 +67,13 @@ class Serving:
         self._is_shared = True
 
     def specs(self) -> list[JsonObject]:
-        """Return the options of the run and of its stages, as workers get them. Raises SpecError."""
+        """Return the options of the run and of its stages in the form in which workers get them. Raises SpecError."""
         facts = cast("dict[str, JsonObject]", self._facts())
         return [facts["spec"], *cast("dict[str, JsonObject]", facts.get("specs", {})).values()]
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of what the run tells workers to use, for workers that its crew starts."""
+        """Fingerprint of everything that the run tells workers to use, for workers that the run itself starts."""
         return fingerprint_of_things(self._facts())
 
     async def close(self) -> None:

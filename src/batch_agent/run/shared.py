@@ -94,19 +94,19 @@ class Shared:
 
     @property
     def unasked(self) -> str:
-        """Which rows of a cascade wait for a model that did not answer, or ""."""
+        """Text that says which rows of a cascade wait for a model that did not answer; "" if there are none."""
         return "" if self.ladder is None else self.ladder.unasked
 
     @property
     def slots(self) -> int | None:
-        """The slots of all backends, for all processes of the run; None: no limit."""
+        """The number of slots of all backends, for all processes of the run; None for no limit."""
         shared = self.lender is not None
         slots = [_all_slots(each) if shared else each.scheduler.slots for each in self.dispatchers.values()]
         return None if None in slots else sum(each for each in slots if each is not None)
 
     def at_most_slots(self, peak: int) -> int:
-        """Return a sum of the peaks of several processes, at most the slots that the run has had: they reach their
-        peaks at different times, while slots move between them."""
+        """Return ``peak``, a sum of the peaks of several processes, but at most the number of slots that the run has
+        had: the processes reach their peaks at different times, while slots move between them."""
         slots = self.slots
         if slots is None:
             return peak
@@ -114,7 +114,7 @@ class Shared:
         return min(peak, self._most_slots)
 
     def why(self, ended: Ended) -> str:
-        """Return why a run ended in this way, or ""."""
+        """Return the reason why a run ended in this way, or ""."""
         if ended == "out of budget":
             return self.spending.exhausted
         if self.unasked and ended == "unreachable":
@@ -148,7 +148,7 @@ class Shared:
                 logger.warning("%s: without run_dir an interrupted job is lost, but still charged", backend.name)
 
     def keep_limits(self, spec: BatchSpec, run: str, feeder: Feeder | None) -> None:
-        """Keep the usage of the user's rate limits across kills, and let the budget know the rows of a stage that
+        """Keep the usage of the user's rate limits across kills, and report to the budget how many rows of a stage
         wait."""
         if feeder is not None and self.spending.rows is not None:
             self.spending.rows.stage_of(run).waiting = lambda: feeder.made
@@ -269,7 +269,7 @@ def open_dispatcher(prepared: Prepared, run: str, clock: Clock, emit: Sink, on_h
 
 
 def _all_slots(dispatcher: Dispatcher) -> int | None:
-    """Return the slots of a backend for all workers of a run, of which this process may have a share."""
+    """Return the number of slots of a backend for all workers of a run. This process may have only a share of them."""
     scheduler = dispatcher.scheduler
     limits = [endpoint.capacity.limit for endpoint in scheduler.endpoints if endpoint.is_working]
     known = [limit for limit in limits if limit is not None]
@@ -280,7 +280,8 @@ def _all_slots(dispatcher: Dispatcher) -> int | None:
 
 
 def health_change(endpoint: Endpoint, now: float, run: str, wall: Callable[[float], float]) -> HealthChanged:
-    """Return the event that says how an endpoint is now. ``wall`` converts times of the run to those of events."""
+    """Return the event with the present health of an endpoint. ``wall`` converts times of the run to those of
+    events."""
     health, since, next_trial = endpoint.health, 0.0, 0.0
     if health.is_down:
         since, next_trial = wall(health.down_since), wall(max(health.next_trial, endpoint.server.held_until))
@@ -289,7 +290,7 @@ def health_change(endpoint: Endpoint, now: float, run: str, wall: Callable[[floa
 
 
 def tell_unanswered(emit: Sink, run: str, clock: Clock, error: BackendError | None, since: float, until: float) -> None:
-    """Tell that a server did not answer which model it has, or that it has answered."""
+    """Emit that a server did not answer which model it has, or that it has answered now."""
     if error is None:
         emit(HealthChanged(clock(), run, "", "healthy", ""))
     else:

@@ -12,15 +12,16 @@ Wrap = Callable[[Backend, str | None], Backend]
 
 
 class SharedBackends:
-    """``wrap`` is called with each backend and its API key, and returns the backend to use."""
+    """Finds backends that runs can share. ``wrap`` is called with each backend and its API key, and returns the backend
+    to use."""
 
     def __init__(self, wrap: Wrap = lambda backend, api_key: backend) -> None:
         self._wrap = wrap
         self._known: dict[tuple[object, ...], Backend] = {}
 
     def share(self, prepared: Prepared) -> Prepared:
-        """Return the run with the backend of an earlier run that has the same address, or with its own. So it is with
-        the entries of a cascade."""
+        """Return the run with the backend of an earlier run with the same address; if there is none, with its own. The
+        same is done for the entries of a cascade."""
         if prepared.cascade is not None:
             prepared = replace(prepared, cascade=prepared.cascade.with_each(self.share))
         key = place_of_backend(prepared)

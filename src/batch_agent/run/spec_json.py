@@ -79,8 +79,8 @@ def spec_json(prepared: Prepared) -> JsonObject:
 
 
 def read_spec(options: JsonObject, inputs: object, import_from: Path | None) -> BatchSpec:
-    """Return the spec of a worker. Modules are imported from ``import_from`` first. Raises SpecError, also if the
-    record has options that only a feeder has: files to write, ports to open, keys."""
+    """Return the spec of a worker. Modules are imported from ``import_from`` first. Raises SpecError; also if the
+    record has options that only a feeder may have: files to write, ports to open, keys."""
     if feeders := sorted(options.keys() & FEEDERS - {"no_hoist"}):
         raise SpecError(f"the record sets {', '.join(feeders)}, and only a feeder has that option")
     directory = str((import_from or Path.cwd()).resolve())
@@ -229,7 +229,8 @@ def _place(value: object, option: str) -> JsonValue:
 
 
 def pieces(prepared: Prepared) -> dict[str, str]:
-    """Return a digest of each part of the requests of all rows. A worker compares them to name what differs."""
+    """Return a digest of each part of the requests that all rows share. A worker compares these digests to name what
+    differs."""
     spec = prepared.spec
     asked: dict[str, object] = {
         "task": [spec.task, spec.template],

@@ -1,10 +1,9 @@
-"""What a worker may use: the commands, addresses, modules and directories that its own side has allowed.
+"""Which commands, addresses, modules and directories a worker may use: those that its own side has allowed.
 
-The record of a run names tools, backends, functions and directories. All who can write to Redis can change it. So a
-worker uses only what is allowed by its own command line and environment: by patterns, by a spec file, by the
-fingerprint that the feeder printed, or by the signature of a feeder with the same secret. The record only says which of
-these things to use. A worker that the feeder starts, and one that reaches its feeder through a socket of the same user,
-needs nothing.
+The record of a run names tools, backends, functions and directories, and everyone who can write to Redis can change it.
+So a worker uses only what its own command line and environment allow: by patterns, by a spec file, by the fingerprint
+that the feeder printed, or by the signature of a feeder with the same secret. The record only selects among these. A
+worker that the feeder starts, or that reaches its feeder through a socket of the same user, needs no permission.
 """
 
 from __future__ import annotations
@@ -129,8 +128,8 @@ def join_line(url: str, facts: Mapping[str, object], environ: Mapping[str, str] 
 
 
 class Trust:
-    """What one worker may use. ``allow`` are patterns, ``fingerprint`` is that of a feeder, ``named`` are the things of
-    the worker's own spec file. ``everything``: the feeder itself gave the record to this worker."""
+    """The permissions of one worker. ``allow`` are patterns. ``fingerprint`` is that of a feeder. ``named`` are the
+    things that the worker's own spec file names. ``everything``: the feeder itself gave the record to this worker."""
 
     def __init__(
         self,
@@ -165,7 +164,7 @@ class Trust:
         self._admit(things, "the record")
 
     def file(self, get_file: Callable[[str], str | None]) -> Callable[[str], str | None]:
-        """Return a function that returns hostfiles of the record. It raises SpecError for one that names a server that
+        """Return a function that returns hostfiles of the record. It raises SpecError for a hostfile with a server that
         this worker may not use."""
 
         def read(name: str) -> str | None:
@@ -201,7 +200,8 @@ class Trust:
 
 
 def _pattern(text: str) -> re.Pattern[str]:
-    """Return what a pattern allows: itself, where ``*`` is any text within one part of an address."""
+    """Return the regular expression of a pattern. It matches itself; ``*`` is any text within one part of an
+    address."""
     return re.compile("[^/?#@]*".join(map(re.escape, text.split("*"))))
 
 

@@ -164,8 +164,8 @@ class Worker:
         return results
 
     def _drop(self, index: int) -> None:
-        """End a row that another process took over: nothing more of it is recorded, and it has no result here. A feeder
-        in this process tells its end when that is recorded."""
+        """End a row that another process took over. Nothing more of it is recorded, and it has no result here. A feeder
+        in this process reports its end when the end is recorded."""
         agent = self.live.pop(index, None)
         if agent is not None:
             for task in agent.tasks:
@@ -193,7 +193,7 @@ class Worker:
         return self._working(row).shown()
 
     def _working(self, row: str | int) -> Agent | Samples | CascadeRow:
-        """Return what works on a row, by its id or its index."""
+        """Return the agents that work on a row, which is given by its id or its index."""
         name = str(row)
         agent = next((live for live in self.live.values() if live.job.job_id == name), None)
         if agent is None and name.isdecimal():
@@ -225,8 +225,8 @@ class Worker:
         return self._journal.trail(lease, identity, past, retried=retried, restarts=restarts)
 
     def _restarts(self, past: Past, *, retried: bool) -> bool:
-        """Return whether a recorded row starts again in a new conversation: one that failed by its own fault, whose
-        answer was cut at a max_tokens that is higher now, or that mixes answers to several questions."""
+        """Return whether a recorded row starts again in a new conversation: because it failed by its own fault, its
+        answer was cut and max_tokens is higher now, or it has answers to several questions."""
         if past.several:
             return past.failed is None or retried
         if past.failed is None:
@@ -340,7 +340,7 @@ class Worker:
     # Rows with samples
 
     async def _begin_samples(self, lease: Lease, job: Job, agents: asyncio.TaskGroup, voting: Voting) -> None:
-        """Start the samples that could be needed, when there is room. Later ones follow when these end."""
+        """Start the samples that may be needed, when there is room. Others follow when these end."""
         begun, many = bool(lease.steps or lease.more), voting.samples
         if self._budget and not await self._budget.begin(job, (), self._plan, self._is_over, samples=many, begun=begun):
             return
@@ -355,7 +355,8 @@ class Worker:
             await self._feed.wait_room(self._is_over)  # without room too the row continues: it was begun
 
     async def _lead_the_way(self, ticket: Ticket | None) -> None:
-        """Let the first agent with a request start before the others, if their prefix is worth it."""
+        """Let the first agent with a request start before the others, if computing their shared prefix only once is
+        worth the wait."""
         if ticket is not None and (lead := self._lead) is not None:
             self._lead = None
             await lead.wait()
@@ -410,7 +411,7 @@ class Worker:
             self._budget.end(row.job.index, result)
 
     def _counted(self, row: Samples) -> AgentResult[object]:
-        """Return what the samples of a row have answered, and count them."""
+        """Return the result of the samples of a row, and count the samples."""
         result = row.result()
         if not is_interrupted(result):
             self._r.emit.metrics.samples_ended(row.asked, row.spared, identical=row.are_identical)
@@ -541,7 +542,8 @@ class Worker:
             r.emit.sinks(kind(at, r.run, job.index, job.job_id))
 
     def tell_ends(self) -> None:
-        """Report the ends of rows here: the feeder, which reports those of recorded rows, is in another process."""
+        """Report the ends of rows in this process, because the feeder, which reports the ends of recorded rows, is in
+        another one."""
         self._on_result = self._on_dropped = self._tell
 
     def _let_go(self, result: AgentResult[object]) -> None:
@@ -555,7 +557,7 @@ class Worker:
 
 
 def starts_afresh(error: AgentError, retry_from: str) -> bool:
-    """Return whether a row that failed with this error is tried again in a new conversation. A cause outside of the row
-    says nothing against its conversation."""
+    """Return whether a row that failed with this error is tried again in a new conversation. If the cause was outside
+    of the row, its conversation may continue."""
     outside = error.retryable or error.type in (ReplayMismatch.type, WorkerFailed.type)
     return retry_from == "start" or (retry_from == "auto" and not outside)

@@ -73,7 +73,8 @@ def map_reduce_pipeline(
     reduce_tree: Shape = "auto",
     **options: Any,
 ) -> tuple[Pipeline[Any], Options]:
-    """Return the same with a plan before it. A single mapping as ``plan_inputs`` is one row."""
+    """Return the pipeline with a plan before the map, and the options for the whole. A single mapping as
+    ``plan_inputs`` is one row."""
     whole, stages = split(options, (PLAN, MAP, REDUCE))
     task = _task(stages[MAP])
     if "inputs" in stages[MAP]:
@@ -87,7 +88,7 @@ def map_reduce_pipeline(
 
 
 async def run_reduced(pipeline: Pipeline[Any], options: Options, progress: bool | None = None) -> Reduced[Any, Any]:
-    """An exception carries the results of the map as ``results``."""
+    """Run the pipeline. An exception has the results of the map as ``results``."""
     try:
         outcome = await finished(pipeline.open(**options), progress)
     except BaseException as error:
@@ -118,7 +119,7 @@ def split(options: Options, stages: tuple[str, ...]) -> tuple[dict[str, Any], di
 
 
 def items_of(plan: object) -> list[object]:
-    """Return the items of a plan: its field ``items``, or the plan itself."""
+    """Return the items of a plan: its field ``items``; if it has none, the plan itself."""
     if isinstance(plan, list):
         return plan
     items = plan.get("items") if isinstance(plan, Mapping) else getattr(plan, "items", None)
@@ -128,8 +129,8 @@ def items_of(plan: object) -> list[object]:
 
 
 def item_fields(schema: OutputSchema[object] | None) -> tuple[str, ...] | None:
-    """Return the fields that the task may use; None if the items may have any, so that only the plan shows them. Raises
-    SpecError for a schema without items."""
+    """Return the fields that the task may use. None if items may have any fields, so that they are only known from the
+    plan. Raises SpecError for a schema without items."""
     top = {} if schema is None else schema.json_schema
     if top.get("type") == "array":
         item = top.get("items")
@@ -159,7 +160,8 @@ def _resolved(schema: object, top: JsonObject) -> JsonObject:
 
 
 def _numbered() -> Any:
-    """Return a function from a plan to rows with ``item``, ``index`` and the fields of an item. Plans come in order."""
+    """Return a function that makes rows of a plan, with ``item``, ``index`` and the fields of an item. It gets the
+    plans in order."""
     numbers = count()
 
     def rows(plan: object) -> list[object]:

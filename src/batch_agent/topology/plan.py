@@ -1,8 +1,8 @@
 """What a pipeline would do, stage by stage, before anything is sent: ``--dry-run``, and ``Pipeline.plan``.
 
-Only the rows of the first stage are there to be read. A later stage gets placeholders for the answers before it, and
+Only the rows of the first stage exist before the run. A later stage gets placeholders for the answers before it, and
 its numbers follow from those of the stage before: as many rows, each as long as an answer may be. Functions are not
-called, so what a filter leaves out is not known, nor what a flat_map adds.
+called. So it is unknown which rows a filter leaves out and which rows a flat_map adds.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class PipelinePlan:
 
     @property
     def cost(self) -> tuple[float, float] | None:
-        """$ of all stages together, with shared prefixes cached and with nothing cached; None where one is unknown."""
+        """The cost of all stages together in $, with shared prefixes cached and with nothing cached; None if a cost is
+        unknown."""
         costs = [dry.cost for dry in self.stages.values()]
         known = [cost for cost in costs if cost is not None]
         if len(known) < len(costs):
@@ -59,7 +60,7 @@ class PipelinePlan:
     def compare(
         self, *, only: str = "", gpu_price: float | None = None, tokens_per_second: float | None = None
     ) -> Comparison:
-        """What all stages together would cost at each provider and model whose price is known, estimated; print it."""
+        """Return the estimated cost of all stages together at each provider and model with a known price. Print it."""
         plans = [*self.stages.values()]
         return Comparison.of(plans, only=only, gpu_price=gpu_price, gpu_speed=tokens_per_second)
 
@@ -87,7 +88,7 @@ class PipelinePlan:
 
 
 def plan_stages(inputs: object, stages: Sequence[Stage], prepared: dict[str, Prepared]) -> PipelinePlan:
-    """``prepared`` has the stages that ask a model, by name."""
+    """Return the plan of these stages. ``prepared`` has the stages that ask a model, by name."""
     planned: dict[str, DryRun] = {}
     _walk(inputs, stages, prepared, planned)
     return PipelinePlan(graph_of(stages), planned)
@@ -156,7 +157,7 @@ def _reduced(stage: Reduce, prepared: Prepared, before: IncomingRows) -> DryRun:
 
 
 def _requests(stage: Reduce, prepared: Prepared, rows: int, each: int) -> int:
-    """Requests of the reduction's tree."""
+    """Return the number of requests in the tree of a reduction."""
     room = room_for_rows(stage.prompt, prepared) if stage.tree == "auto" else None
     most = stage.tree if isinstance(stage.tree, int) else max(2, room // each) if room is not None else rows
     requests, left = 1, rows
@@ -167,7 +168,8 @@ def _requests(stage: Reduce, prepared: Prepared, rows: int, each: int) -> int:
 
 
 def _with_sample(prepared: Prepared, before: IncomingRows, sample: Sequence[object], tokens: int) -> DryRun:
-    """``tokens`` is what a row adds beside its placeholders."""
+    """Return the dry run of a stage with this row as its first row. ``tokens`` is what a row adds beside its
+    placeholders."""
     try:
         description = prepared.plan.describe(sample)
     except (SpecError, InputError):  # the placeholders cannot fill this task; its rows may
@@ -178,7 +180,7 @@ def _with_sample(prepared: Prepared, before: IncomingRows, sample: Sequence[obje
 
 
 def _placeholder(schema: Any, stage: str) -> object:
-    """A row that stands for an answer of this stage."""
+    """Return a row that stands for an answer of this stage."""
     known = OutputSchema.of(schema)
     properties = None if known is None else known.json_schema.get("properties")
     if not isinstance(properties, dict):

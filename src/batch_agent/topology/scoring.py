@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 def gold_of_pipeline(
     inputs: object, stages: Sequence[Stage], options: Mapping[str, Any]
 ) -> tuple[dict[str, Any], TakenGold | None]:
-    """Return the options of the stages, and the gold of the last one that calls a model. Raises SpecError."""
+    """Return the options of the stages, and the gold of the last stage that calls a model, or None. Raises
+    SpecError."""
     rest = {name: value for name, value in options.items() if name not in OPTIONS or name == "id_column"}
     given = {name: options[name] for name in OPTIONS if options.get(name) and name != "id_column"}
     gold = given.get("gold")
@@ -60,7 +61,7 @@ def gold_of_pipeline(
 
 
 def gold_of_flow(flow: Flow, inputs: object) -> RunGold:
-    """Return what a pipeline knows of right answers."""
+    """Return the right answers that a pipeline knows."""
     facts = [found for run in flow.runs if (found := run.recorded)]
     ended = flow.statistics().ended
     return RunGold(

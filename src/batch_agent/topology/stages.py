@@ -22,7 +22,7 @@ OF_A_STAGE = noted(BatchSpec, Scope.STAGE)
 
 @dataclass(frozen=True, slots=True)
 class Agents:
-    """``carry`` are the fields of its rows that the rows of later stages have too."""
+    """A stage of agents. ``carry`` are the fields of its rows that the rows of later stages also get."""
 
     name: str
     options: Mapping[str, Any]
@@ -31,7 +31,8 @@ class Agents:
 
 @dataclass(frozen=True, slots=True)
 class FlatMap:
-    """``fields`` are those that its rows are known to have."""
+    """A function that returns any number of rows for each row. ``fields`` are the fields that these rows are known to
+    have."""
 
     function: Callable[[Any], Iterable[object]]
     fields: tuple[str, ...] | None = None
@@ -61,7 +62,7 @@ Stage = Agents | FlatMap | Filter | Join | Reduce
 
 
 def carried_after(stages: Sequence[Stage]) -> tuple[str, ...]:
-    """Return the fields that rows carry after these stages. One answer for many rows carries none."""
+    """Return the fields that rows carry after these stages. An answer made from many rows carries none."""
     names: list[str] = []
     for stage in stages:
         if isinstance(stage, Reduce):
