@@ -48,6 +48,7 @@ WORDS = (
 PHRASE = "the papers are in order and nothing more is to be done about it today; "
 PHRASES = 3  # in the answer to a person; those to lines have one less to one more, so that they do not end together
 INFLIGHT = 256  # of the engine's own --max-num-seqs
+FRESH = 1_000_000  # between the numbers of two scenes, so that no prompt is in the engine's cache
 
 Ask = Callable[[dict[str, object]], Awaitable[str]]
 Scene = dict[str, float]
@@ -200,7 +201,7 @@ async def plain_loop(ask: Ask, mix: Mix, inflight: int, counted: list[int]) -> A
     """Keep so many lines in flight; ``counted[0]`` is the number that were answered."""
 
     async def worker(first: int) -> None:
-        for number in count(first, inflight):
+        for number in count(FRESH * inflight + first, inflight):
             await ask(mix.line(number))
             counted[0] += 1
 
