@@ -228,7 +228,7 @@ class Agent:
         self._worker = worker
         self.worker: UserWorker | None = None if callable(worker) else worker  # None for built-in workers too
         has_task = self.worker is None or bool(job.prompt)
-        own = [Message("user", content_of(job))] if has_task else []
+        own = [Message("user", content_of(job) if job.images else job.prompt)] if has_task else []
         self.conversation = Conversation(own, parent=resources.shared)  # the row's own
         if self.worker is not None:
             self._progress_of: dict[str, AgentForecast] = {}  # for models other than the run's

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
-from typing import Any, Generic, Protocol, TypeVar
+from inspect import iscoroutinefunction
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from batch_agent.blocking import in_thread
 from batch_agent.errors import BatchAgentError
@@ -34,10 +35,14 @@ class Running(AbstractAsyncContextManager[object], Protocol):
         """Yield each result as it finishes; of a pipeline, those of its last stage at the end."""
         ...
 
+    async def pass_to(self, consumer: Callable[[AgentResult[Any]], None]) -> None:
+        """Call ``consumer`` with each of them."""
+        ...
+
 
 async def collect(
     run: Running,
-    take: Callable[[AgentResult[Any]], Awaitable[None] | None],
+    take: Callable[[AgentResult[Any]], Coroutine[Any, Any, None]] | Callable[[AgentResult[Any]], None],
     *,
     interruption: AbstractContextManager[object] | None = None,
     display: AbstractAsyncContextManager[object] | None = None,
@@ -46,9 +51,11 @@ async def collect(
     async with run:
         with interruption or nullcontext():
             async with display or nullcontext():
-                async for result in run.each():
-                    if (taking := take(result)) is not None:
-                        await taking
+                if iscoroutinefunction(take):
+                    async for result in run.each():  # a slow consumer stops the start of new agents
+                        await take(result)
+                else:
+                    await run.pass_to(cast("Callable[[AgentResult[Any]], None]", take))
 
 
 class Outcome(Protocol):

@@ -32,6 +32,7 @@ class Delivery(Generic[T]):
 
     learning: AuditFirst | None = None
     _taker: asyncio.Future[None] | None = None
+    _consumer: Callable[[AgentResult[T]], None] | None = None  # gets each result while it waits
     _closed = False
     _failure: BaseException | None = None
     _reported = False
@@ -99,13 +100,21 @@ class Delivery(Generic[T]):
         await self.settle()
 
     def put(self, result: AgentResult[T]) -> None:
-        self._ready.append(result)
         if self.learning is not None:
             self.learning.took(result)
         if self._pilot is not None:
             self._pilot.took(result)
-        self._say_backlog()
-        self._wake()
+        if self._consumer is None:
+            self._ready.append(result)
+            self._say_backlog()
+            self._wake()
+            return
+        try:
+            self._consumer(result)
+        except BaseException as error:  # the caller of ``pass_to`` gets it  # noqa: BLE001
+            self._consumer = None
+            if self._taker is not None and not self._taker.done():
+                self._taker.set_exception(error)
 
     def close(self, failure: BaseException | None = None) -> None:
         """End the results. The consumer gets the failure, if any, after the last one."""
@@ -118,21 +127,43 @@ class Delivery(Generic[T]):
     async def take(self) -> AgentResult[T] | None:
         """Return the next result; None when the run is over. Raises the exception that the run failed with."""
         while not self._ready:
-            if self._closed:
-                failure, self._failure = self._failure, None
-                if failure is not None:
-                    raise failure
+            if self._is_over():
                 return None
-            if self._taker is not None:
-                raise RuntimeError("the results of this run are already being read; read them in one place")
-            self._taker = asyncio.get_running_loop().create_future()
-            try:
-                await self._taker
-            finally:
-                self._taker = None
+            await self._wait()
         result = self._ready.popleft()
         self._say_backlog()
         return result
+
+    async def pass_to(self, consumer: Callable[[AgentResult[T]], None]) -> None:
+        """Call ``consumer`` with each result as soon as it is there, until the run is over. Raises the exception that
+        the run failed with, or that the consumer raised."""
+        while True:
+            while self._ready:
+                consumer(self._ready.popleft())
+                self._say_backlog()
+            if self._is_over():
+                return
+            try:
+                await self._wait(consumer)
+            finally:
+                self._consumer = None
+
+    def _is_over(self) -> bool:
+        """Return whether no more results come. Raises the exception that the run failed with, once."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        return self._closed
+
+    async def _wait(self, consumer: Callable[[AgentResult[T]], None] | None = None) -> None:
+        """Wait until results are ready, or until the end. Meanwhile the consumer gets each one."""
+        if self._taker is not None:
+            raise RuntimeError("the results of this run are already being read; read them in one place")
+        self._taker, self._consumer = asyncio.get_running_loop().create_future(), consumer
+        try:
+            await self._taker
+        finally:
+            self._taker = None
 
     def _say_backlog(self) -> None:
         window = WINDOW if self._pilot is None else WINDOW + self._pilot.rows

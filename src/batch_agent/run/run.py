@@ -129,16 +129,25 @@ class Run(Generic[T]):
 
     async def results(self) -> AsyncGenerator[AgentResult[T], None]:
         """Yield each result as it finishes. Then raises the exception that the run failed with, if any."""
-        if self._supervisor is None:
-            raise RuntimeError("enter a Run before you take its results: async with BatchAgent.open(...) as run")
-        if self.pilot_rows is not None and self._setup.is_outermost:
-            self.pilot_rows.go_on()
+        self._begin_results()
         while (result := await self._setup.delivery.take()) is not None:
             yield cast("AgentResult[T]", result)
 
     def each(self) -> AsyncIterator[AgentResult[T]]:
         """Return what ``results`` returns: a pipeline has this too."""
         return self.results()
+
+    async def pass_to(self, consumer: Callable[[AgentResult[T]], None]) -> None:
+        """Call ``consumer`` with each result as it finishes, until the end: quicker than ``results``, because no task
+        is woken. Then raises the exception that the run failed with, if any."""
+        self._begin_results()
+        await self._setup.delivery.pass_to(cast("Callable[[AgentResult[object]], None]", consumer))
+
+    def _begin_results(self) -> None:
+        if self._supervisor is None:
+            raise RuntimeError("enter a Run before you take its results: async with BatchAgent.open(...) as run")
+        if self.pilot_rows is not None and self._setup.is_outermost:
+            self.pilot_rows.go_on()
 
     async def pilot(self) -> Results[T]:
         """Wait until the rows of the pilot are done, and return their results in input order. No other row starts until

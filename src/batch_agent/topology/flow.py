@@ -216,6 +216,11 @@ class Flow:
         for result in self.results():
             yield result
 
+    async def pass_to(self, consumer: Callable[[AgentResult[Any]], None]) -> None:
+        """Call ``consumer`` with the same results."""
+        async for result in self.each():
+            consumer(result)
+
     def statistics(self) -> Statistics:
         """Return the statistics of all stages together, with the counts of each stage."""
         whole = self._run.statistics()
