@@ -27,6 +27,7 @@ import pytest
 import yaml
 from markdown_it import MarkdownIt
 from tests.cli.commandline import batch_agent, own_modules
+from tests.warm import interpreter
 
 from batch_agent.cli.main import COMMANDS, add_arguments
 from batch_agent.testing import ScriptedServer
@@ -112,11 +113,11 @@ def commands_of(text: str) -> list[list[str]]:
 
 
 async def run_shell(line: str, place: Path) -> None:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    places = [Path(interpreter()).parent, Path(sys.executable).parent, os.environ["PATH"]]
     process = await asyncio.create_subprocess_exec(
         *("bash", "-euo", "pipefail", "-c", line),
         cwd=place,
-        env=os.environ | {"PATH": path},
+        env=os.environ | {"PATH": os.pathsep.join(map(str, places))},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )

@@ -147,19 +147,23 @@ def command(*words: str, imports: tuple[str, ...] = IMPORTS) -> list[str]:
 
 @functools.cache
 def interpreter() -> str:
-    """Return the path of a program for ``sys.executable``: a copy for ``-m batch_agent``, and Python for all else."""
+    """Return the path of a program for ``sys.executable``: a copy for ``-m batch_agent`` and for files, and Python for
+    all else. The command ``batch-agent`` is beside it."""
     socket_path, copied = _parent(), str(Path(__file__).with_name("copied.py"))
     path = Path(socket_path).with_name("python")
     path.write_text(
         f"#!{sys.executable} -IS\n"
         "import os, sys\n"
-        "if sys.argv[1:3] != ['-m', 'batch_agent']:\n"
+        "if sys.argv[1:3] != ['-m', 'batch_agent'] and not sys.argv[1].endswith('.py'):\n"
         f"    os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])\n"
         f"sys.argv[1:1] = [{socket_path!r}]\n"
         f"__file__ = {copied!r}\n"
         "exec(open(__file__).read())\n"
     )
-    path.chmod(0o755)
+    command = path.with_name("batch-agent")
+    command.write_text(f'#!/bin/sh\nexec {path} -m batch_agent "$@"\n')
+    for each in (path, command):
+        each.chmod(0o755)
     return str(path)
 
 

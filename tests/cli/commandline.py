@@ -39,17 +39,8 @@ def read_results(text: str) -> list[dict[str, object]]:
 
 
 async def batch_agent(directory: Path, *arguments: str, stdin: bytes = b"") -> Outcome:
-    """The command in this directory, beside the servers of the test's event loop. The processes of the package that it
-    starts are copies (``tests/warm.py``)."""
-
-    def run() -> int:
-        python, sys.executable = sys.executable, interpreter()
-        try:
-            return main(arguments)
-        finally:
-            sys.executable = python
-
-    return await in_process(directory, run, stdin)
+    """The command in this directory, beside the servers of the test's event loop."""
+    return await in_process(directory, lambda: main(arguments), stdin)
 
 
 async def program(directory: Path, path: str, *arguments: str) -> Outcome:
@@ -108,13 +99,15 @@ def _streams(files: list[IO[bytes]]) -> Iterator[None]:
 
 @contextmanager
 def own_modules(directory: Path) -> Iterator[None]:
-    """What is imported from the directory and set in the environment here does not outlast it."""
-    path, environment, known = list(sys.path), dict(os.environ), set(sys.modules)
+    """What is imported from the directory and set in the environment here does not outlast it. Processes of the package
+    that are started here are copies (``tests/warm.py``)."""
+    path, environment, known, python = list(sys.path), dict(os.environ), set(sys.modules), sys.executable
     importlib.invalidate_caches()
+    sys.executable = interpreter()
     try:
         yield
     finally:
-        sys.path[:] = path
+        sys.path[:], sys.executable = path, python
         os.environ.clear()
         os.environ.update(environment)
         for name in set(sys.modules) - known:

@@ -58,6 +58,7 @@ async def test_an_agent_plans_runs_and_reads_a_batch(tmp_path: Path, monkeypatch
     from batch_agent.cli.commands.mcp_server import Batches, make_server
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.executable", warm.interpreter())
     schema = {"type": "object", "properties": {"mood": {"type": "string"}}, "required": ["mood"]}
     rows = [{"name": f"n{number}", "text": f"t{number}"} for number in range(3)]
     (tmp_path / "rows.csv").write_text("name,text\n" + "".join(f"{row['name']},{row['text']}\n" for row in rows))

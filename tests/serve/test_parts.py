@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import sys
+from asyncio.subprocess import PIPE
 from pathlib import Path
 
 import pytest
 from tests.serve.served import chat, serving
 from tests.serve.test_openai_batches import backend
+from tests.warm import start
 
 from batch_agent.serve import parts
 from batch_agent.serve.parts import PartFailed, ServerParts
@@ -82,9 +83,7 @@ async def test_a_part_that_fails_now_and_then_goes_on() -> None:
 async def test_the_command_says_so_and_ends_with_70(tmp_path: Path) -> None:
     async with backend() as model:
         command = ("serve", "--data", str(tmp_path), "--backend", model.backend_url, "--port", "0", "--reserve", "1K")
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", BROKEN, *command), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-        )
+        process = await start("-c", BROKEN, *command, stdout=PIPE, stderr=PIPE)
         _, words = await process.communicate()
     assert process.returncode == 70
     assert b"Traceback" in words and b"the part 'webhooks' failed 5 times within 60 s" in words

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import sys
+from asyncio.subprocess import PIPE
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from aiohttp import web
 from tests.serve.served import CHAT, Client, chat, serving
 from tests.serve.test_anthropic_batches import ROUTE, ask
 from tests.serve.test_openai_batches import backend
+from tests.warm import start
 
 from batch_agent.cli.main import main
 from batch_agent.door import Handler
@@ -137,11 +138,9 @@ async def test_a_form_that_is_wrong_is_400_and_leaves_nothing(tmp_path: Path, bo
 
 async def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
     async with backend() as model, serving(tmp_path / "one", model) as client:
-        command = [sys.executable, "-m", "batch_agent", "serve", "--backend", model.backend_url, "--reserve", "1K"]
+        command = ("-m", "batch_agent", "serve", "--backend", model.backend_url, "--reserve", "1K")
         port = client.url.rpartition(":")[2]
-        process = await asyncio.create_subprocess_exec(
-            *command, "--data", str(tmp_path / "two"), "--port", port, stderr=asyncio.subprocess.PIPE
-        )
+        process = await start(*command, "--data", str(tmp_path / "two"), "--port", port, stderr=PIPE)
         _, text = await process.communicate()
         assert process.returncode == 1
         assert text.decode().count("\n") == 1 and "in use by another program" in text.decode()
