@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from tests.examples import SEARCHES, examples
 from tests.record.redis_servers import RedisServer, needs_redis, redis_server
+from tests.warm import share
 
 # The assertions of the contract tell both sides when they fail, as those of test modules do.
 pytest.register_assert_rewrite("batch_agent.testing.contract")
@@ -76,7 +77,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(tmp_path / "run" if request.param == "directory" else request.getfixturevalue("url"))
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Take signals as a terminal's programs do: a shell's background job and ``nohup`` ignore some, and so would the
     processes that tests start and interrupt."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -85,6 +86,8 @@ def pytest_configure() -> None:
     if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > ROOM_BYTES:
         os.environ["TMPDIR"], tempfile.tempdir = str(MEMORY), None
     os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="batch-agent-test-state-")  # not the user's ledger of looks
+    if config.getoption("numprocesses", None):
+        share()
 
 
 def pytest_unconfigure() -> None:

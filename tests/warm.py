@@ -22,11 +22,14 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT
 from collections.abc import Mapping
 from pathlib import Path
 
+ROOT = Path(__file__).parents[1]
 LONGEST = 200_000  # bytes of a message
+SHARED = "BATCH_AGENT_TEST_WARM"  # names the socket of a process that several processes of tests copy
 IMPORTS = (
     *("pytest", "batch_agent.cli.main", "batch_agent.cli.commands.run", "batch_agent.cli.commands.work"),
     *("batch_agent.run.run", "batch_agent.run.joining", "batch_agent.testing"),
@@ -149,35 +152,49 @@ def command(*words: str, imports: tuple[str, ...] = IMPORTS) -> list[str]:
 def interpreter() -> str:
     """Return the path of a program for ``sys.executable``: a copy for ``-m batch_agent`` and for files, and Python for
     all else. The command ``batch-agent`` is beside it."""
-    socket_path, copied = _parent(), str(Path(__file__).with_name("copied.py"))
-    path = Path(socket_path).with_name("python")
+    folder = tempfile.TemporaryDirectory(prefix="warm-")
+    atexit.register(folder.cleanup)
+    path, command = Path(folder.name, "python"), Path(folder.name, "batch-agent")
+    copied = str(Path(__file__).with_name("copied.py"))
     path.write_text(
         f"#!{sys.executable} -IS\n"
         "import os, sys\n"
         "if sys.argv[1:3] != ['-m', 'batch_agent'] and not sys.argv[1].endswith('.py'):\n"
         f"    os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])\n"
-        f"sys.argv[1:1] = [{socket_path!r}]\n"
+        f"sys.argv[1:1] = [{_parent()!r}]\n"
         f"__file__ = {copied!r}\n"
         "exec(open(__file__).read())\n"
     )
-    command = path.with_name("batch-agent")
     command.write_text(f'#!/bin/sh\nexec {path} -m batch_agent "$@"\n')
     for each in (path, command):
         each.chmod(0o755)
     return str(path)
 
 
+def share() -> None:
+    """Start one process that is copied for this process and for those that it starts."""
+    os.environ[SHARED] = _begin(IMPORTS)
+
+
 @functools.cache
 def _parent(imports: tuple[str, ...] = IMPORTS) -> str:
-    """Start the process that is copied, and return the path of its socket. It ends with this process."""
+    """Return the path of the socket of the process that is copied. Starts that process if none is shared."""
+    shared = os.environ.get(SHARED, "") if imports == IMPORTS else ""
+    path, deadline = shared or _begin(imports), time.monotonic() + 60
+    while not Path(path).exists():
+        assert time.monotonic() < deadline, "the process that is copied did not start"
+        time.sleep(0.01)
+    return path
+
+
+def _begin(imports: tuple[str, ...]) -> str:
+    """Start a process that is copied, which ends with this process. Returns the path at which its socket will be."""
     folder = tempfile.TemporaryDirectory(prefix="warm-")
     path = f"{folder.name}/socket"
     command = [sys.executable, "-m", "tests.warm", path, *imports]
-    root = Path(__file__).parents[1]
-    process = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None and process.stdout is not None
-    assert process.stdout.readline() == b"ready\n"
-    process.stdout.close()
+    process.stdout.close()  # ``sys.stdout`` of the copies is that of a pipe
 
     def end() -> None:
         assert process.stdin is not None
@@ -202,11 +219,11 @@ def serve(path: str, imports: list[str]) -> list[str]:
     signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    door.bind(path)
-    door.listen(16)
-    os.write(1, b"ready\n")
+    door.bind(f"{path}.new")
+    door.listen(64)
     os.close(1)
     os.open(os.devnull, os.O_WRONLY)  # becomes descriptor 1
+    Path(f"{path}.new").rename(path)
     copies: dict[int, socket.socket] = {}
     while True:
         ready, _, _ = select.select([0, door, woken, *copies.values()], [], [])
