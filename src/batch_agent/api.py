@@ -300,7 +300,7 @@ def _run_anywhere(work: Coroutine[Any, Any, R], interruption: Interruption) -> R
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Let Ctrl-C raise KeyboardInterrupt in this block. The handler of ``asyncio.run`` would instead cancel a task of
+    """Let Ctrl-C raise KeyboardInterrupt in this block. Otherwise the handler of ``asyncio.run`` would cancel a task of
     the outer loop, which is blocked until the run ends."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(

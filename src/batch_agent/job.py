@@ -57,8 +57,8 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class AgentError:
-    """Why a job failed. ``type`` is one of a fixed set of strings, listed in docs/errors.md. ``traceback`` is that of
-    an exception in the code of a worker, as text; else ""."""
+    """The reason why a job failed. ``type`` is one of a fixed set of strings, listed in docs/errors.md. ``traceback``
+    is that of an exception in the code of a worker, as text; else ""."""
 
     stage: str
     type: str
@@ -93,7 +93,7 @@ class Timings:
 
 @value_type
 class Earlier:
-    """The answer of one entry of a cascade that did not stay the answer of its row. ``name`` is the entry."""
+    """The answer of an entry of a cascade that another answer has replaced. ``name`` is the entry."""
 
     name: str
     output: object = None
@@ -105,7 +105,7 @@ class Earlier:
 
     @property
     def doubt(self) -> float | None:
-        """The largest doubt of a field, as that of a result."""
+        """The largest doubt of a field; None if no doubt is known."""
         return largest_doubt(self.doubts)
 
 
@@ -143,7 +143,7 @@ class _LazyTexts:
 
 @value_type
 class BaseResult(_LazyTexts, Generic[T_co]):
-    """How one job ended; always a Success or a Failure."""
+    """The result of one job; always a Success or a Failure."""
 
     index: int
     job_id: str

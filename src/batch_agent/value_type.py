@@ -1,4 +1,4 @@
-"""What keeps the attributes of the hot path quick."""
+"""Tools that keep attributes on the hot path fast."""
 
 from __future__ import annotations
 

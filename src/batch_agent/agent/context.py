@@ -90,7 +90,8 @@ class WorkerContext:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The row's own conversation so far: the system prompt, the task, and requests without own messages."""
+        """The row's own conversation so far: the system prompt, the task, and the requests that gave no messages of
+        their own."""
         return tuple(self._agent.conversation.messages)
 
     @property
@@ -215,7 +216,7 @@ class AgentContext(WorkerContext):
         return known[0]
 
     def _answer_call(self, call: ToolCall, outcome: CallOutcome) -> None:
-        """Add the result to the row's own conversation, if the call came from there."""
+        """Add the result to the row's own conversation, if the call is part of that."""
         own = self._agent.conversation
         asked = next((message for message in reversed(own.messages) if message.tool_calls), None)
         if asked is not None and call in asked.tool_calls:

@@ -105,7 +105,8 @@ class Resources:
     answer_tokens: int = 0  # sum over all of them
 
     def note_images(self, *, accepted: bool) -> None:
-        """Learn from an answer to a request with images of tool results, or to one without them after a refusal."""
+        """Learn whether the server accepts images of tool results: it answered a request with them, or one from which
+        they were left out after a refusal."""
         self.image_refusals += not accepted
         if accepted or self.image_refusals >= IMAGE_REFUSALS:
             self.sees_images = accepted
@@ -248,7 +249,7 @@ def _is_begun(text: str) -> bool:
 
 
 def _start_nothing(call: ToolCall) -> None:
-    """Do nothing; for an answer that is streamed only to detect its beginning."""
+    """Do nothing. For an answer that is streamed only to notice its beginning."""
 
 
 Send: TypeAlias = Callable[[ModelRequest], Question]
@@ -263,9 +264,10 @@ MISMATCH = (
 
 
 class Dialogue:
-    """``said`` is the conversation, which continues here. ``shapes`` are the kinds of request, ``schema`` is that of
-    the answer. ``max_turns`` limits the answers without those that were repaired. ``compacts``: the conversation is cut
-    if it does not fit. ``mirror`` is a conversation that gets the same new messages."""
+    """A conversation. ``said`` are its messages, to which new ones are added. ``shapes`` are the kinds of request,
+    ``schema`` is that of the answer. ``max_turns`` limits the answers, without those that were repaired. ``compacts``:
+    the conversation is cut if it does not fit. ``mirror`` is a conversation to which the same new messages are
+    added."""
 
     turns = 0  # answers
     cut = UNCUT
@@ -357,13 +359,15 @@ class Dialogue:
         return reply
 
     async def _made_to_fit(self, shape: RequestShape, digest: str, compactor: Compactor) -> RequestShape:
-        """Cut what is too long for the context. Returns the shape with as many answer tokens as there is room for."""
+        """Cut the conversation if it is too long for the context. Returns the shape with as many tokens for the answer
+        as there is room for."""
         if excess := compactor.excess(self):
             await self._compact(excess, digest)
         return shape if shape.max_tokens is None else compactor.fitted(shape, compactor.foreseen(self))
 
     def _noted(self, reply: Reply, digest: str, nth: int) -> Reply:
-        """Record a new answer, that of the tool loop with its next step. Returns it with doubts in place of tokens."""
+        """Record a new answer; the tool loop records it together with its next step. Returns the answer with doubts in
+        place of its tokens."""
         agent, trail, replay = self._agent, self._agent.trail, self._agent.replay
         if reply.tokens is not None:
             reply = self._doubted(reply)
@@ -390,8 +394,8 @@ class Dialogue:
         return replace(reply, tokens=None, doubts=named)
 
     def _recorded(self, shape: RequestShape) -> tuple[str, int, Reply | None]:
-        """Return the digest and the number of the next request, and its recorded answer. Raises ReplayMismatch if the
-        tool loop has recorded answers left and none is to this request."""
+        """Return the digest and the number of the next request, and its recorded answer or None. Raises ReplayMismatch
+        if recorded answers of the tool loop are left and none belongs to this request."""
         agent, digests, first = self._agent, self._digests, self._digested
         replay, new = agent.replay, self.said.messages[first:]
         of_shape = agent.r.digests.of(shape)
@@ -414,7 +418,7 @@ class Dialogue:
         return digest, nth, reply
 
     def _leave_record(self) -> None:
-        """Begin to send. Raises LimitExceeded if no further request is allowed."""
+        """Begin to send requests. Raises LimitExceeded if no further request is allowed."""
         agent = self._agent
         agent.trail.fresh = True
         if self._is_out_of_turns:
@@ -466,7 +470,7 @@ class Dialogue:
         return TurnCall(r, request, job.index, agent.tally, self._early, self.schema)
 
     def _gave_up(self, error: BaseException, digest: str, nth: int, request: ModelRequest | None) -> None:
-        """A request failed or was cancelled."""
+        """Note that a request failed or was cancelled."""
         agent = self._agent
         self.close()
         if agent.replay is not None and digest:
@@ -534,7 +538,7 @@ class Dialogue:
         self._tell(calls, known)
 
     def _refuse(self, calls: Sequence[ToolCall], text: str, known: dict[int, CallOutcome]) -> None:
-        """Give all calls of an answer the same outcome, and run none. Such an answer is no plan."""
+        """Give all calls of an answer the same outcome, ``text``, and run none of them."""
         self.close()
         for place, call in enumerate(calls):
             known[place] = self._agent.refuse_call(place, call, text)
@@ -596,7 +600,7 @@ class Dialogue:
         return self._follows and self.turns < len(self._agent.trail.past.turns)
 
     def close(self) -> None:
-        """Stop the tool calls that started early and that the answer does not have."""
+        """Cancel the tool calls that started early and that the answer does not contain."""
         if self._early is not None:
             self._early.abandon()
             self._early = None
@@ -653,7 +657,7 @@ class Dialogue:
         self.asked = Conversation([*fixed, *(map(_without_images, own) if self._hides else own)], parent=parent)
 
     def _hide_images(self, error: BackendError) -> bool:
-        """Leave the images of tool results out, because the model may not accept them. Returns whether that may help
+        """Leave out the images of tool results, because the model may not accept them. Returns whether that may help
         after this error."""
         if not self._images or self._hides or not (isinstance(error, Rejected) or "image" in str(error).lower()):
             return False
@@ -687,7 +691,7 @@ def _has_images(message: Message) -> bool:
 
 
 def _without_images(message: Message) -> Message:
-    """Return a tool result without its images, which its text names."""
+    """Return a tool result without its images; its text names them."""
     if not _has_images(message):
         return message
     return replace(message, content=f"{content_text(message.content)}\n{NOT_SHOWN}")

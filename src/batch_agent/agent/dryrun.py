@@ -117,7 +117,8 @@ class DryRun:
 
     @property
     def uncached_tokens(self) -> int | None:
-        """The same if the shared prefix and each conversation are computed once."""
+        """The tokens of all requests if the shared prefix and each conversation are computed only once; None if the
+        number of rows is unknown."""
         if self.agents is None or not self.sampled:
             return None
         later = CALL_TOKENS + RESULT_TOKENS if self.has_later_turns else 0
@@ -216,7 +217,7 @@ class DryRun:
         return f"{HEADLINE}\n\n{self.body(marks)}"
 
     def body(self, marks: tuple[str, str] = MARKED) -> str:
-        """Return the same without the headline."""
+        """Return the plan as text, without the headline."""
         parts = ["\n".join(f"  {label:<15} {harmless(text)}" for label, text in self._facts())]
         if self.description.system:
             system = harmless_lines(_shortened(self.description.system))
@@ -312,7 +313,8 @@ class DryRun:
 
     @property
     def _first_uncached(self) -> int | None:
-        """Tokens of all first requests, if the shared prefix is computed once."""
+        """The tokens of all first requests if the shared prefix is computed only once; None if the number of rows is
+        unknown."""
         if self.agents is None or not self.sampled:
             return None
         return self.prefix_tokens + self.agents * self.description.own_tokens
@@ -396,11 +398,13 @@ def _in_flight(prepared: Prepared) -> str:
 
 
 def most_cost(prepared: Prepared, least: int | None = None) -> float | None:
-    """Return the most $ that the answers to all rows can cost, if each row takes all of its turns, all repairs and
-    ``max_tokens``. A token has at least one byte. None if nothing bounds it. Reads all inputs, so it may take long.
-    ``least``: tokens of the shortest prompt that the server has counted, so that its template has no more.
+    """Return the highest possible cost in $ of the answers to all rows, if each row takes all of its turns, all repairs
+    and ``max_tokens``. None if nothing bounds it.
 
-    With tools, or with pictures and files, only the context of the model bounds a prompt."""
+    A token has at least one byte. ``least``: tokens of the shortest prompt that the server has counted; its template
+    has no more. With tools, or with pictures and files, only the context of the model bounds a prompt. Reads all
+    inputs, so it may take long.
+    """
     spec, prices, inputs = prepared.spec, prepared.prices, prepared.spec.inputs
     turns, answer, context = spec.turn_limit, spec.max_tokens, spec.model_max_context
     known = prices is not None and prices.tiers and turns is not None and spec.worker is None

@@ -69,7 +69,8 @@ class AskShapes:
 
 
 class UserWorker:
-    """``places`` are the directories of its rows; ``gateway`` serves the programs that they start."""
+    """The user's worker of a run. ``places`` are the directories of its rows; ``gateway`` serves the programs that rows
+    start."""
 
     def __init__(
         self, function: Callable[..., Any], prepared: Prepared, gateway: Gateway, spending: Spending | None = None
@@ -200,8 +201,9 @@ class UserWorker:
         return AskShapes(shapes, schema, output_schema)
 
     def client_shapes(self, request: ClientRequest) -> tuple[RequestShape, RequestShape]:
-        """Return the shape for the record of a client's request, and the shape to send, which is a part of the first.
-        Equal requests have the same objects, as in ``asking``. The backend checks a shape when it is sent."""
+        """Return two shapes for a client's request: the one under which it is recorded, and the one that is sent, which
+        is a part of the first. Equal requests get the same objects, as in ``asking``. The backend checks a shape when
+        it is sent."""
         shapes = self._client_shapes.get(request.head)
         if shapes is None:
             if len(self._client_shapes) >= SHAPES:
@@ -263,8 +265,8 @@ class GatewayRow:
 
 
 def client_call(r: Resources, question: ModelRequest, live: LiveAnswer | None) -> ModelCall:
-    """Return a client's request as a call. ``live`` follows its answer, if that is streamed. With hedging it is not:
-    either of two requests may be answered first."""
+    """Return a client's request as a call. ``live`` follows the answer if it is streamed. With hedging nothing is
+    streamed, because either of two requests may be answered first."""
     if live is None or r.policy.hedge is not None or not r.backend.capabilities.streaming:
         return ModelCall(r.backend, question)
     live.follow(question)

@@ -71,7 +71,7 @@ LIVE_STATES = {_QUEUED: "queued", _RUNNING: "running", _WAITING: "tools", _BACKI
 
 
 class LiveAgent:
-    """A running row. ``ready``: when its agent was ready for the next turn; ``backoff``: the part of the wait since
+    """A running row. ``ready``: when its agent was ready for the next turn. ``backoff``: the part of the wait since
     then that was a pause after a failure. ``recorder`` gets its spans, if the run has a timeline."""
 
     __slots__ = (
@@ -169,7 +169,7 @@ class Metrics(TypedSink):
         return counts if self._cost is None else {**counts, "cost": self._cost}
 
     def _done_elsewhere(self) -> Mapping[str, float]:
-        """Return the numbers of worker processes. Those of stages are committed a moment before their sum."""
+        """Return the numbers of worker processes. The numbers of stages are committed shortly before their sum."""
         counts, of_stages = dict(self.elsewhere), Counter[str]()
         for stage in self.stages:
             of_stages.update(stage.elsewhere)
@@ -241,7 +241,7 @@ class Metrics(TypedSink):
         return self._prompt + self._completion, self._cost
 
     def _run_started(self, event: RunStarted) -> None:
-        """Handle a run's start. The first one is this run; rows of runs inside it are added."""
+        """Handle the start of a run. The first one is this run; rows of runs inside it are added to its rows."""
         if self._run is None:
             self._run, self._began = event, event.at
         elif self._run.total is not None:
@@ -335,7 +335,7 @@ class Metrics(TypedSink):
             self._move(agent, _WAITING if agent.tools_open else _QUEUED, at)
 
     def row_left(self, at: float, run: str, index: int) -> None:
-        """Another process took over a row: its start is counted again when it ends, or when it comes back."""
+        """Note that another process took over a row. Its start is counted again when it ends or comes back."""
         agent = self._agents.pop((run, index), None)
         if agent is not None:
             self._started -= 1
@@ -494,7 +494,7 @@ class Metrics(TypedSink):
             rows.append((second, 1))
 
     def _move(self, agent: LiveAgent, state: int, at: float) -> None:
-        """Note the state of an agent that does not run, or not any more."""
+        """Note the state of an agent that does not run yet, or no longer runs."""
         before = agent.state
         if before == _RUNNING:
             self._running -= 1
@@ -518,7 +518,7 @@ class Metrics(TypedSink):
 
 
 class Clock:
-    """The clock of a run's events. It does not advance until it is started."""
+    """The clock of a run's events. It stands still until it is started."""
 
     def __init__(self) -> None:
         self._epoch = time.time()
@@ -551,7 +551,7 @@ class Emit(Sinks):
         self.sinks.elsewhere(event)
 
     def row_left(self, at: float, run: str, index: int) -> None:
-        """Another process took over a row of this one. The sinks get its end from there."""
+        """Report that another process took over a row of this one. The sinks get its end from that process."""
         self.metrics.row_left(at, run, index)
         for around in self._around:
             around.row_left(at, run, index)
@@ -584,7 +584,7 @@ def _outage(event: HealthChanged, now: float, run: RunStarted | None) -> Outage:
 
 
 def _server(endpoint: str, run: RunStarted | None) -> str:
-    """The endpoint's name; that of the backend where it is the only one."""
+    """Return the name for an endpoint: the endpoint's own; that of the backend if it has only this endpoint."""
     return endpoint or (run.backend if run else "")
 
 
@@ -649,8 +649,8 @@ class Recorder(TypedSink):
         message: str,
         tokens: tuple[int, int, int, float | None],
     ) -> None:
-        """Add a turn that ended at ``at`` after ``seconds``. ``tokens``: of the prompt, the cached part, the answer;
-        and the seconds to its first one."""
+        """Add a turn that ended at ``at`` after ``seconds``. ``tokens`` has four numbers: tokens of the prompt, of its
+        cached part and of the answer, and the seconds until the first token."""
         start = at - seconds
         waited, backoff = start - row.ready, row.backoff
         if waited < 0.0:

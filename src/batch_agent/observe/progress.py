@@ -26,8 +26,8 @@ PATIENCE = 1.0  # seconds that the end of a run waits for a drawing that does no
 
 
 class ProgressDisplay:
-    """``wanted``: True shows a run from its start, as lines without a terminal; False never; None shows it where it
-    fits."""
+    """Shows a run. ``wanted``: True shows it from its start, as lines if there is no terminal. False never shows it.
+    None shows it if a view fits the environment."""
 
     _timer: asyncio.TimerHandle | None = None
     _display: Display | None = None
@@ -87,14 +87,14 @@ def _suits() -> bool:
 
 
 def _in_notebook() -> bool:
-    """Return whether this process is a kernel. IPython on a terminal is a terminal."""
+    """Return whether this process is the kernel of a notebook. IPython on a terminal is a terminal."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and "IPKernelApp" in shell.config
 
 
 def _has_terminal() -> bool:
-    """Return whether a view may use the terminal alone. At the other end of a pipe another program may write to the
+    """Return whether only this process uses the terminal. At the other end of a pipe another program may write to the
     same terminal, and both would overwrite each other."""
     return can_redraw(sys.stderr) and not is_pipe(sys.stdout)
 
@@ -112,7 +112,7 @@ def is_pipe(stream: TextIO | None) -> bool:
 
 
 def _taken(stream: TextIO) -> bool:
-    """Return whether a live display, of another run or the user's own, uses the terminal: rich then replaces its
+    """Return whether a live display of another run, or the user's own, uses the terminal: rich then replaces the
     stream. Two live displays would overwrite each other."""
     return type(stream).__module__ == "rich.file_proxy"
 

@@ -118,7 +118,7 @@ def totals(now: Statistics) -> list[Family]:
 
 
 def cache_families(caches: Collection[CacheRead]) -> list[Family]:
-    """What the engines' KV caches hold and cost; nothing if no engine reports it."""
+    """Return what the KV caches of the engines hold and cost; [] if no engine reports it."""
     if not caches:
         return []
     usage = Gauge("batch_agent_kv_usage", "Part of the engines' KV caches that running requests hold, 0 to 1.")

@@ -175,8 +175,8 @@ class CollectorState:
             self._changed.notify_all()
 
     def wait_closed(self) -> str:
-        """Wait until everything is sent; returns "". Or until the collector refuses, or has not answered for too long;
-        returns which."""
+        """Wait until everything is sent, and return "". If the collector refuses, or does not answer for too long,
+        return that reason."""
         with self._changed:
             if refused := self._refuses():  # it may be back
                 self._answers = None
@@ -198,7 +198,7 @@ class CollectorState:
 
 
 def _around() -> tuple[int, int] | None:
-    """Return the caller's span, if there is one."""
+    """Return the caller's current span, as its trace and its id; None if there is none."""
     from opentelemetry.trace import get_current_span
 
     context = get_current_span().get_span_context()

@@ -122,7 +122,7 @@ def _in_one_line(
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
-    """An excepthook that prints this interrupt as one line, and passes everything else to the previous hook."""
+    """An excepthook that prints this interrupt as one line. Any other exception is passed to the previous hook."""
     if error is interrupt:
         _say(str(error))
     else:

@@ -93,7 +93,8 @@ class Observers:
 
 
 def is_observed(spec: BatchSpec) -> bool:
-    """Return whether a run has observers of what workers in other processes do. Workers export their own spans."""
+    """Return whether a run has observers that need events of workers in other processes. Workers export their own
+    spans."""
     return bool(spec.sinks) or spec.events is not None or spec.metrics_port is not None
 
 

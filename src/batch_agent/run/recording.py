@@ -1,4 +1,4 @@
-"""What a run writes about itself into its record, and how it opens that record."""
+"""What a run writes about itself to its record, and how it opens that record."""
 
 from __future__ import annotations
 
@@ -124,8 +124,8 @@ async def announced(record: Store | None) -> AsyncIterator[None]:
 
 
 async def refuse_changes(compared: Callable[[], Changes], on_change: OnChange) -> None:
-    """Raise SpecError if resuming would drop recorded answers and ``on_change`` does not allow it. Else say what is
-    kept and sent."""
+    """Raise SpecError if resuming would drop recorded answers and ``on_change`` does not allow that. Otherwise log what
+    is kept and what is sent."""
     changes = await in_thread(compared)
     if changes.dropped and on_change is None:
         raise SpecError(changes.refusal(flags=False))
@@ -142,7 +142,8 @@ async def as_recorded(prepared: Prepared, store: Store | None) -> Prepared:
 
 
 async def in_thread(function: Callable[[], R]) -> R:
-    """Run a call of the store that may block in a thread. A cancellation waits for its end."""
+    """Run a call of the store that may block, in a thread. If this is cancelled, it still waits for the end of the
+    call."""
     calling = asyncio.get_running_loop().run_in_executor(None, function)
     try:
         return await asyncio.shield(calling)
@@ -159,8 +160,8 @@ def joining_command(spec: BatchSpec, facts: JsonObject) -> str:
 
 
 def say_joining(spec: BatchSpec, facts: JsonObject, *, alone: bool) -> str:
-    """Say how a worker joins the run, unless its only worker is in this process. Returns the command for a feeder that
-    says it itself while there is no worker, or ""."""
+    """Log how a worker joins the run, unless the only worker is in this process. Returns the command, if the feeder
+    must log it itself while there is no worker; else ""."""
     if spec.feed_only:
         return joining_command(spec, facts)
     if not alone:
@@ -169,12 +170,12 @@ def say_joining(spec: BatchSpec, facts: JsonObject, *, alone: bool) -> str:
 
 
 def originals_of(inputs: object) -> Sequence[object] | dict[int, object] | None:
-    """Return where the feeder finds inputs as the user gave them, for results that come as JSON."""
+    """Return where the feeder finds inputs as the user gave them, for results that arrive as JSON."""
     return {} if isinstance(inputs, RowChannel) else inputs if isinstance(inputs, list | tuple) else None
 
 
 def resuming_of(prepared: Prepared, on_change: OnChange, changes: Changes | None = None, stage: str = "") -> Resuming:
-    """Return how a run or a stage uses its record. ``changes`` are those of the whole run, once they are known."""
+    """Return how a run or a stage uses its record. ``changes`` are those of the whole run, if they are known."""
     spec, retry = prepared.spec, prepared.spec.retry_failed
     kinds = retry if isinstance(retry, bool) else (retry,) if isinstance(retry, str) else tuple(retry)
     keeps, raised = on_change == "keep", prepared.shapes.raised_from is not None
@@ -192,7 +193,7 @@ def facts_of(
     *,
     observed: bool,
 ) -> JsonObject:
-    """Return what ``run.json`` says when a session begins."""
+    """Return the content of ``run.json`` at the start of a session."""
     began, shapes = now_text(), prepared.shapes
     facts: JsonObject = {
         "state": "running",
@@ -229,7 +230,8 @@ def facts_of(
 
 
 def _review_facts(prepared: Prepared) -> JsonObject:
-    """Return what a review needs to know: its options, and where the images and documents of rows are."""
+    """Return what a review needs to know: its options, and in which fields and directories rows have images and
+    documents."""
     spec = prepared.spec
     column = spec.document_column
     roots = [spec.image_root, Path.cwd()]
@@ -264,7 +266,7 @@ def facts_for_workers(
 
 
 def asked_json(prepared: Prepared) -> dict[str, JsonValue]:
-    """Return what all rows have in common, so that viewers can compute a row's prompt from its input."""
+    """Return what all rows share, so that viewers can compute a row's prompt from its input."""
     plan, spec = prepared.plan, prepared.spec
     schema = None if prepared.schema is None else prepared.schema.json_schema
     return {
@@ -348,7 +350,7 @@ def open_journal(
 
 
 def given_up(ended: Ended, why: str, *, has_results: bool) -> BaseException | None:
-    """Return the error of a run that cannot continue; None if it has results, which are not hidden by an error."""
+    """Return the error of a run that cannot continue; None if it has results, because an error would hide them."""
     if has_results:
         logger.warning("%s: %s", ended, why)
         return None

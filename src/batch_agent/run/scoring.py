@@ -33,8 +33,8 @@ OPTIONS = ("gold", "gold_sample", "gold_sealed", "tolerance", "score", "by", "gr
 
 
 class RunScoring:
-    """Counts the results of a run against its gold. An error of the user's own function is raised by ``score``, and
-    never by the run."""
+    """Counts the results of a run against its gold. If the user's own function fails, ``score`` raises the error, and
+    the run continues."""
 
     def __init__(
         self,
@@ -55,14 +55,14 @@ class RunScoring:
             self._failure = self._failure or error
 
     def score(self, known: RunGold, *, count: bool, run: str) -> Score:
-        """Return the score so far. ``count``: it is a look at the gold."""
+        """Return the score so far. ``count``: this counts as a look at the gold."""
         if self._failure is not None:
             raise self._failure
         score = self._scoring.score(known.population, pilot=known.pilot, complete=known.complete, notes=known.notes)
         return with_looks(score, known.asked, run=run, count=count and bool(known.asked))
 
     def keep(self, store: RunStore) -> None:
-        """Write the gold into the record of the run, which its workers do not read. May block."""
+        """Write the gold to the record of the run. Workers do not read it. May block."""
         if len(self.taken.table) != self.kept and store.writes:
             self.kept = len(self.taken.table)
             keep_lines(store, GOLD, self.taken.table.lines())
@@ -81,15 +81,15 @@ def gold_of_run(run: Run[Any], prepared: Prepared, rows: int | None) -> RunGold:
 
 
 def score_of_run(run: Run[Any], *, count: bool) -> Score:
-    """Return the score of a run that is no pipeline."""
+    """Return the score of a run that is not a pipeline."""
     if run.scoring is None or (known := run.gold()) is None:
         raise no_gold()
     return run.scoring.score(known, count=count, run=run.id)
 
 
 def final_score(controls: Controls) -> Score | None:
-    """Return the score of a run with gold for its end. None if the user's own function fails, which is logged: the
-    answers are there."""
+    """Return the score at the end of a run with gold. None if the user's own function fails, which is logged: the
+    answers exist without a score."""
     try:
         return controls.score()
     except SpecError as error:

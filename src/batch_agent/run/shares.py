@@ -23,8 +23,8 @@ from batch_agent.run.sharing import FEEDER, Lending
 
 
 class Shares:
-    """``requests`` are those of the user that hold now. ``record`` is the record of a run that this process feeds.
-    ``number`` is that of the worker in this process."""
+    """The ledger and the limits. ``requests`` are the present requests of the user. ``record`` is the record of a run
+    that this process feeds. ``number`` is that of the worker in this process."""
 
     def __init__(
         self,

@@ -109,8 +109,8 @@ class Lending:
         self._wanted.set()
 
     def steer(self, request: JsonObject) -> bool:
-        """Send a request of the user to all workers; each applies it with its next report. Returns False while this
-        worker applies one."""
+        """Send a request of the user to all workers; each applies it with its next report. Returns False if this is
+        called while this worker applies such a request."""
         if self._applies:
             return False
         self._requests.append(request)
@@ -119,7 +119,7 @@ class Lending:
         return True
 
     def _send_request(self) -> None:
-        """Send the first of the requests. The next one follows it, so that they arrive in order."""
+        """Send the first waiting request. The next one follows when it was sent, so that requests arrive in order."""
         self._store.steer(self._requests[0]).add_done_callback(self._request_sent)
 
     def _request_sent(self, sent: asyncio.Future[Steering]) -> None:
@@ -347,10 +347,8 @@ def _endpoints(shared: Shared) -> Iterator[tuple[str, Dispatcher, Endpoint]]:
 
 
 def _own_limit(dispatcher: Dispatcher, endpoint: Endpoint) -> int | None:
-    """Return the slot limit of an endpoint for all workers, or None if the total of its backend is the tighter limit.
-
-    After a refusal for load each worker has its own limit, and the ceiling is the limit of all.
-    """
+    """Return the slot limit of an endpoint for all workers; None if the total of its backend is the stricter limit.
+    After a refusal for load each worker has its own limit; then the ceiling is returned."""
     capacity, whole = endpoint.capacity, dispatcher.scheduler.max_inflight
     if capacity.search is not None:
         return capacity.search.limit
@@ -375,8 +373,8 @@ def _rate_at(dispatcher: Dispatcher, endpoint: Endpoint, kind: str) -> Pot:
 
 
 def shared_budgets(spending: Spending) -> list[str]:
-    """Return the budgets of which the table counts what is spent. Without a limit or a price of time, the record counts
-    it with the commits of the workers."""
+    """Return the budgets whose spending the table of shares counts. A budget without a limit, or without a price of
+    time, is counted in the record with the commits of the workers."""
     if spending.limits != (None, None):
         return [BUDGET_TOKENS, BUDGET_COST]
     return [BUDGET_COST] if spending.per_second else []
@@ -438,7 +436,7 @@ def _time(spending: Spending, every: float) -> Iterator[tuple[str, Pot]]:
 
 
 def _rows(spending: Spending) -> Pot:
-    """Return the share of what the rows that start may still cost."""
+    """Return the shared limit of what the rows that start may still cost."""
     rows = spending.rows
     assert rows is not None
 

@@ -22,7 +22,8 @@ from batch_agent.run.run import Run
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """``name`` is the id of the row it came from, None if that has none. ``carried`` are fields of earlier rows."""
+    """A row on its way between stages. ``name`` is the id of the row from which it was made, or None. ``carried`` are
+    fields of earlier rows."""
 
     index: int
     value: object = None
@@ -44,7 +45,8 @@ class Item:
         return str(self.index) if self.name is None else self.name
 
     def placed(self) -> Placed:
-        """Return the item as a row of agents: its value; with carried fields, a dict of those and its own fields."""
+        """Return the item as a row of agents: its value; if there are carried fields, a dict of these and the item's
+        own fields."""
         value = self.value
         if self.carried and (value is None or _fields(value)):
             value = {**self.carried, **_fields(value)}
@@ -69,8 +71,9 @@ def _fields(value: object) -> Mapping[str, object]:
 
 
 class Receiver(Protocol):
-    """Where a stage puts its rows. A source or a function awaits ``room`` before it makes more; False means that no
-    more are taken. ``close`` is called once, after the last; ``why`` is the reason why some are missing, or ""."""
+    """Receives the rows of a stage. A source or a function awaits ``room`` before it makes more; False means that no
+    more are accepted. ``close`` is called once, after the last row; ``why`` is the reason why some rows are missing, or
+    ""."""
 
     def put(self, item: Item) -> None: ...
 
@@ -80,8 +83,8 @@ class Receiver(Protocol):
 
 
 class InProgress:
-    """Counts the rows that a node of the pipeline has and has not passed on. ``on_none`` is called when there are
-    none."""
+    """Counts the rows that a node of the pipeline has received and not passed on. ``on_none`` is called when there are
+    none left."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -112,7 +115,7 @@ class InOrder:
 
 
 class AgentNode:
-    """``channel`` is None if the run reads the inputs of the pipeline itself."""
+    """A stage of agents. ``channel`` is None if the run reads the inputs of the pipeline itself."""
 
     run: Run[Any]
 
@@ -162,7 +165,7 @@ class AgentNode:
         self._progress.done()
 
     def pass_recorded(self, items: Iterable[Item], *, complete: bool) -> None:
-        """Pass recorded results on, without running the stage. ``complete``: they are all."""
+        """Pass recorded results on, without running the stage. ``complete``: these are all results."""
         for item in items:
             self._out.put(item)
         if complete:
@@ -178,7 +181,7 @@ class AgentNode:
 
 
 def undone(name: str, statistics: Statistics) -> str:
-    """Return why a stage did not finish; "" if it did."""
+    """Return the reason why a stage did not finish; "" if it did."""
     if statistics.ended == "complete":
         return ""
     reason = f": {statistics.reason}" if statistics.reason else ""
@@ -239,7 +242,7 @@ class JoinNode:
 
 
 class _OtherSide:
-    """The side that is looked up. Its failed rows are missing for the rows that need them."""
+    """The side of a join that is looked up. If one of its rows failed, the rows that need it have no partner."""
 
     def __init__(self, join: JoinNode) -> None:
         self._join, self.room, self.close = join, join.room, join.close

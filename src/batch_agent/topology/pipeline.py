@@ -211,7 +211,8 @@ def outcome_of(flow: Flow) -> FlowOutcome[Any]:
 
 
 def results_of(node: AgentNode | ReduceNode) -> Results[Any]:
-    """The results of a stage in the order of their indexes. Of the stage that reads a list of inputs, one for each."""
+    """Return the results of a stage in the order of their indexes. The stage that reads a list of inputs has one for
+    each input."""
     spec, statistics = node.prepared.spec, node.run.statistics()
     if isinstance(node, AgentNode) and spec.pilot is not None:
         stopped = node.pilot is not None and node.pilot.stopped

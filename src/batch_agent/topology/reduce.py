@@ -56,9 +56,9 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """Rows to reduce together; ``merges``: they are answers themselves. ``last``: its answer is the final one.
-    ``whole``: the part that was too long for one request, of which this is a half. ``joins``: the one whose halves it
-    merges."""
+    """Rows that are reduced together. ``merges``: the rows are answers of other parts. ``last``: its answer is the
+    final one. ``whole``: the part that was too long for one request, of which this part is a half. ``joins``: the part
+    whose halves this part merges."""
 
     level: int
     number: int
@@ -72,7 +72,8 @@ class Part:
     @property
     def index(self) -> int:
         """A number that no other part has. It is the same in every session, whichever part is ready first, so that a
-        worker can finish the part while the pipeline is resumed. Numbers are dense: results are sorted by an array."""
+        worker can finish the part while the pipeline is resumed. The numbers have few gaps, because results are sorted
+        by an array."""
         if self.joins is not None:
             return KINDS * self.joins.index + 3
         if self.whole is not None:
@@ -94,11 +95,11 @@ class Part:
         return sum(row.count for row in self.rows)
 
     def covered(self, text: str, tokens: int) -> Piece:
-        """Return the row of its answer."""
+        """Return the piece for the answer to this part."""
         return self._row(text, tokens, _joined(row.covers for row in self.rows), _joined(row.lost for row in self.rows))
 
     def lost(self, text: str, tokens: int) -> Piece:
-        """Return the row of its failure."""
+        """Return the piece for the failure of this part."""
         return self._row(text, tokens, (), tuple(sorted(_joined((*row.covers, *row.lost) for row in self.rows))))
 
     def _row(self, text: str, tokens: int, covers: tuple[int, ...], lost: tuple[int, ...]) -> Piece:
@@ -132,17 +133,17 @@ class Tree:
         self._halves: dict[Part, dict[int, Piece]] = {}
 
     def add(self, index: int, row: Piece | None) -> list[Part]:
-        """Add a result, or None for one that is left out."""
+        """Add a result; None for one that is left out."""
         self._levels[0].waiting[index] = row
         return list(self._go_on(0))
 
     def end(self, total: int) -> list[Part]:
-        """Set the total number of results, including those left out."""
+        """Set the total number of results, with those left out."""
         self._levels[0].total = total
         return list(self._go_on(0))
 
     def reduced(self, part: Part, row: Piece) -> list[Part]:
-        """Set the answer to a part, or its replacement."""
+        """Set the answer to a part, or the piece that replaces it."""
         if part.whole is not None:
             return self._join(part.whole, part.half, row)
         self._above(part.level).waiting[part.number] = row
@@ -298,7 +299,7 @@ class ReduceNode:
         return Placed(index, {"id": part.name, "prompt": wording(self._prompt, part)})
 
     def unanswered(self, answers: Mapping[int, object]) -> list[Placed]:
-        """Return the requests that have no answer. ``answers`` are the recorded ones as plain data, by index."""
+        """Return the requests without a recorded answer. ``answers`` are the recorded ones as plain data, by index."""
         while answered := [index for index in self._sent if index in answers]:
             for index in answered:
                 part = self._sent.pop(index)
@@ -371,7 +372,8 @@ class ReduceNode:
 
 
 def room_for_rows(prompt: str, prepared: Prepared) -> int | None:
-    """Return the tokens for rows; None if the model's context is unknown. Raises SpecError if nothing would fit."""
+    """Return how many tokens of rows fit one request; None if the model's context is unknown. Raises SpecError if
+    nothing would fit."""
     spec = prepared.spec
     if spec.model_max_context is None:
         return None
@@ -397,7 +399,7 @@ def wording(prompt: str, part: Part) -> str:
 
 
 def leaf(item: Item) -> Piece:
-    """Return a result as the reducer reads it."""
+    """Return a result in the form in which the reducer reads it."""
     index = item.index
     if item.error is None:
         try:
