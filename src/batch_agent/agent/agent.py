@@ -115,7 +115,7 @@ async def tool_loop(row: object, dialogue: Dialogue) -> object:
 
 @value_type
 class CallOutcome:
-    """The end of a tool call. ``unknown``: it was interrupted, may have written, and is not repeated."""
+    """The outcome of a tool call. ``unknown``: the call was interrupted and may have written, so it is not repeated."""
 
     text: str
     ok: bool
@@ -361,7 +361,7 @@ class Agent:
         return slots.claim(progress, self.tally.turns)
 
     def record_answer(self) -> None:
-        """Record the latest answer of the tool loop, which did not end the agent."""
+        """Record the latest answer of the tool loop, unless it ended the agent."""
         if self.answered is not None:
             reply, digest = self.answered
             self.answered = None
@@ -487,8 +487,8 @@ class Agent:
             self.written.append((digest, True, end))
 
     def _recorded(self, replay: WorkReplay, place: int, call: ToolCall) -> tuple[Key, CallOutcome | None]:
-        """Return the digest and number of a call that begins, and its recorded outcome. ``place`` is that in its
-        answer."""
+        """Return the digest and number of a call that begins, and its recorded outcome or None. ``place`` is its place
+        in its answer."""
         loops, (key, past, wrote) = self.worker is None, replay.call(call.name, call.arguments)
         unknown = UNKNOWN_OUTCOME.format(name=call.name) if wrote else ""
         # A failed row is retried: a failed read of its worker is made again, or it could never succeed.
@@ -513,7 +513,7 @@ class Agent:
 
     def _record(self, place: int, call: ToolCall, key: Key | None, end: CallOutcome | None = None) -> None:
         """Record that a call begins, or its end. A call of the tool loop is recorded by its place in its answer, which
-        has the rest."""
+        has its name and arguments."""
         named = (
             (*key, call.name, call.arguments) if self.worker is not None and key is not None else ("", place, "", "")
         )
@@ -523,7 +523,7 @@ class Agent:
         self.trail.add(step)
 
     def _withdraw(self, place: int, key: Key | None) -> None:
-        """Take back the record that a call begins: it was cancelled before it started."""
+        """Record that a call did not begin: it was cancelled before it started."""
         if self.replay is not None and key is not None:
             self.replay.withdraw_call(key)
         if self.trail.records:
@@ -655,7 +655,8 @@ class Agent:
         return self.tally.spent(self._clock() - self._began)
 
     def shown(self) -> JsonObject:
-        """Return the conversation so far. ``saying``: the answer being streamed; None without a request."""
+        """Return the conversation so far. ``saying`` has the answer that is being streamed; None if there is no
+        request."""
         asking, tally = self.asking, self.tally
         return {
             "index": self.job.index,
@@ -676,7 +677,7 @@ class Agent:
         self._verdict = error.failed.error if isinstance(error, FailedBefore) else AgentError.of(error)
 
     def record_end(self, result: AgentResult[object]) -> None:
-        """Record the end of the agent, unless it is recorded. An interrupted agent has not ended."""
+        """Record the end of the agent, unless it is recorded already. An interrupted agent has not ended."""
         if isinstance(self.error, Interrupted):
             return
         self.recorded = result

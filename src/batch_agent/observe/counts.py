@@ -1,4 +1,4 @@
-"""What happens in a run, counted by label: one count of its events for Prometheus and for OpenTelemetry.
+"""Counts the events of a run by label: one count for Prometheus and for OpenTelemetry.
 
 ``metrics`` has the totals of ``Statistics``. It counts them without events, because each run needs them; events are
 made only for a run with observers.
@@ -36,8 +36,8 @@ TOKENS, DURATION = "gen_ai.client.token.usage", "gen_ai.client.operation.duratio
 
 
 class EventCounts(ListSink):
-    """``conventions``: count the metrics of the GenAI conventions too, by run. They leave out the rows of workers in
-    other processes, which export their own."""
+    """Counts by label. ``conventions``: the metrics of the GenAI conventions are counted too, by run. They leave out
+    the rows of workers in other processes, which export their own."""
 
     def __init__(self, *, conventions: bool = False) -> None:
         self._answered: list[TurnFinished] = []  # not yet counted

@@ -1,4 +1,5 @@
-"""Collects the results of a run: of one, of the stages of a pipeline, and of what a caller of the library waits for."""
+"""Collects the results of runs: of one run, of the stages of a pipeline, and those that a caller of the library waits
+for."""
 
 from __future__ import annotations
 
@@ -27,12 +28,12 @@ T = TypeVar("T")
 
 
 class Running(AbstractAsyncContextManager[object], Protocol):
-    """A run or a pipeline."""
+    """A run or a pipeline whose results are collected."""
 
     def cancel(self) -> None: ...
 
     def each(self) -> AsyncIterator[AgentResult[Any]]:
-        """Yield each result as it finishes; of a pipeline, those of its last stage at the end."""
+        """Yield each result as it finishes. A pipeline yields those of its last stage, at the end."""
         ...
 
     async def pass_to(self, consumer: Callable[[AgentResult[Any]], None]) -> None:
@@ -47,7 +48,7 @@ async def collect(
     interruption: AbstractContextManager[object] | None = None,
     display: AbstractAsyncContextManager[object] | None = None,
 ) -> None:
-    """Enter the run, and pass on each of its results until its end."""
+    """Enter the run, and call ``take`` with each result until the run ends."""
     async with run:
         with interruption or nullcontext():
             async with display or nullcontext():
@@ -59,7 +60,7 @@ async def collect(
 
 
 class Outcome(Protocol):
-    """What the caller gets. It prints as the summary of the run."""
+    """What the caller gets. Printing it shows the summary of the run."""
 
     @property
     def summary(self) -> Summary: ...
@@ -90,10 +91,10 @@ class Collecting(ABC, Generic[Given]):
 
     @abstractmethod
     def kept(self, outcome: Given) -> object:
-        """Return what an exception has as ``results``."""
+        """Return the object that an exception gets as ``results``."""
 
     async def collect(self, progress: bool | None, interruption: Interruption) -> Given:
-        """Return the outcome. After Ctrl-C a script gets KeyboardInterrupt."""
+        """Return the outcome. In a script, Ctrl-C raises KeyboardInterrupt after the run has ended."""
         run, display = self._running, ProgressDisplay(progress, self.statistics)
         try:
             await collect(run, self.take, interruption=interruption.stopping(run.cancel), display=display)
@@ -113,7 +114,7 @@ class Collecting(ABC, Generic[Given]):
 
 
 class RunCollecting(Collecting[Results[T]]):
-    """``page`` is that of the run, which is served as long as its results exist."""
+    """Collects the results of one run. ``page`` is that of the run, which is served as long as its results exist."""
 
     def __init__(self, run: Run[T], spec: BatchSpec, page: object) -> None:
         super().__init__(run, spec)
@@ -149,7 +150,7 @@ class RunCollecting(Collecting[Results[T]]):
 
 
 class Party(Protocol):
-    """A run and its consumer. ``fail`` raises the error if it cannot handle it."""
+    """A run and its consumer. ``fail`` raises the error if the consumer cannot handle it."""
 
     run: Run[Any]
 
@@ -161,7 +162,7 @@ class Party(Protocol):
 
 
 async def collect_all(parties: Sequence[Party], others: Sequence[Callable[[], Awaitable[None]]] = ()) -> None:
-    """Wait until all runs and ``others`` have ended. The first exception ends all, and is raised."""
+    """Wait until all runs and ``others`` have ended. The first exception ends all of them, and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
             for party in parties:

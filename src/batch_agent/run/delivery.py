@@ -28,7 +28,7 @@ CALLBACKS = 64  # async callbacks that may run; above that, no new agent starts
 
 
 class Delivery(Generic[T]):
-    """``pilot`` counts the results; those of its rows may wait until the user asks for them."""
+    """Delivers results. ``pilot`` counts them; results of the pilot's rows may wait until the user asks for them."""
 
     learning: AuditFirst | None = None
     _taker: asyncio.Future[None] | None = None
@@ -125,7 +125,7 @@ class Delivery(Generic[T]):
             self._wake()
 
     async def take(self) -> AgentResult[T] | None:
-        """Return the next result; None when the run is over. Raises the exception that the run failed with."""
+        """Return the next result; None when the run is over. Raises the exception with which the run failed."""
         while not self._ready:
             if self._is_over():
                 return None

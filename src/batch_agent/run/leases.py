@@ -58,7 +58,7 @@ def past_of(lease: Lease, identity: Identity, steps: Sequence[KeptStep]) -> Past
 
 
 def is_retried(lease: Lease, past: Past | None) -> bool:
-    """Return whether the row failed before and is tried again."""
+    """Return whether the row failed in an earlier session and is tried again."""
     if past is None or past.failed is None:
         return False
     retry: bool | Collection[str] = lease.retry
@@ -66,14 +66,16 @@ def is_retried(lease: Lease, past: Past | None) -> bool:
 
 
 class Leases:
-    """``over`` is the reason why no more rows are taken, or "". ``source`` is the feeder in this process, if there is
-    one. ``patience`` is the number of seconds to wait if the queue is empty and there is no feeder. ``on_lost`` is
-    called with the index of a row whose lease is lost, ``on_ended`` with that of a row whose result is recorded.
-    ``on_away`` is called with True when the store does not answer, and with False when it answers again. ``on_wait`` is
-    called with True when the next row must be waited for, and with False after that. ``on_need`` is called when slots
-    may be needed: at the begin, and when rows arrive after the queue was empty. ``on_leave`` is called when no more
-    rows are taken. ``on_observed`` is called, perhaps repeatedly, if the feeder has observers. ``failure`` is the error
-    of a store that no longer answers, or of a commit."""
+    """The rows that a worker holds. ``over`` is the reason why no more rows are taken, or "". ``source`` is the feeder
+    in this process, if there is one. ``patience``: seconds to wait if the queue is empty and there is no feeder.
+    ``failure`` is the error of a store that no longer answers, or of a commit.
+
+    ``on_lost`` is called with the index of a row whose lease is lost, ``on_ended`` with that of a row whose result is
+    recorded; ``on_away`` with True when the store does not answer, and with False when it answers again; ``on_wait``
+    with True when the next row must be waited for, and with False after that; ``on_need`` when slots may be needed: at
+    the beginning, and when rows arrive after the queue was empty; ``on_leave`` when no more rows are taken; and
+    ``on_observed``, perhaps repeatedly, if the feeder has observers.
+    """
 
     def __init__(
         self,
@@ -128,7 +130,7 @@ class Leases:
         return [self._hold(self._ready.popleft()) for _ in range(min(self.store.group, len(self._ready)))]
 
     async def _wait_for_row(self) -> None:
-        """Wait until a row is there to be taken, or no more rows are taken."""
+        """Wait until there is a row to take, or until no more rows are taken."""
         waited = False
         if (source := self._supplier) is not None and not self.over:
             await source.refill()
@@ -145,7 +147,7 @@ class Leases:
 
     @property
     def _supplier(self) -> Feeder | None:
-        """The feeder in this process, if it reads inputs only when this worker needs a row."""
+        """The feeder in this process, if it reads inputs only when this worker needs a row; else None."""
         source = self._source
         return source if source is not None and not source.ahead else None
 
@@ -188,7 +190,7 @@ class Leases:
         return rows
 
     async def claim(self, held: Lease, identities: Sequence[Identity]) -> list[Past | None]:
-        """Return what earlier agents of the row recorded under these identities."""
+        """Return the records of earlier agents of the row with these identities; None for each that has none."""
         found = [past_of(held, identity, held.steps) for identity in identities]
         missing = [place for place, past in enumerate(found) if past is None]
         if not missing or not held.more:

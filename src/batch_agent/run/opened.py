@@ -1,7 +1,7 @@
-"""What exists between the begin and the end of a run: its record, its feeder, what works on its rows, its limits.
+"""What exists between the beginning and the end of a run: its record, its feeder, what works on its rows, its limits.
 
 ``Setup`` is what a run consists of before that. ``Opened`` is the run in a process that works on rows which another
-process feeds. ``Fed`` is the run in the process that feeds it, and that usually works on it too.
+process feeds. ``Fed`` is the run in the process that feeds it, and that usually also works on it.
 """
 
 from __future__ import annotations
@@ -69,9 +69,10 @@ logger = logging.getLogger("batch_agent")
 
 @dataclass(eq=False)
 class Setup:
-    """What a run consists of before its begin, and what was asked of it since. ``prepared`` gets the model at the
-    begin. ``function`` is a built-in worker. ``work_on`` is the record of a run that another process feeds; None: this
-    process feeds the run. ``outer`` is the state of the run around this one, of which it is the ``stage``."""
+    """What a run consists of before it begins, and what users have asked of it since. ``prepared`` gets the model when
+    the run begins. ``function`` is a built-in worker. ``work_on`` is the record of a run that another process feeds;
+    None: this process feeds the run. ``outer`` is the state of the run around this one, of which this one is the
+    ``stage``."""
 
     id: str
     prepared: Prepared
@@ -150,7 +151,7 @@ class Setup:
         return recording.facts_for_workers(self.prepared, self.first, self.inside, self.row_schema)
 
     def backlog(self, where: str, full: bool) -> None:
-        """Start no agents while something is full."""
+        """Start no agents while the buffer named ``where`` is full."""
         (self.backlogs.add if full else self.backlogs.discard)(where)
         self.shared.dispatcher.set_backlogged(bool(self.backlogs))
 
@@ -198,7 +199,7 @@ class Setup:
 @dataclass(slots=True)
 class Writer:
     """This process as a writer of the record. ``number`` is 0 if it only feeds a record elsewhere. ``observed``: the
-    feeder has observers of what workers do."""
+    feeder has observers, which need the events of workers."""
 
     number: int = 0
     generation: int = 0
@@ -206,9 +207,10 @@ class Writer:
 
 
 class Opened:
-    """``run`` is for its stages and its worker processes. ``number`` is that of this process as a writer of the record;
-    0 if it only feeds a record elsewhere. ``leases`` take no rows and ``resources`` is not opened if this process does
-    not work on rows. A run inside another uses the ledger and the limits of that one, and serves no record."""
+    """A run from its beginning to its end, in a process that works on it. ``run`` is passed to its stages and its
+    worker processes. ``number`` is that of this process as a writer of the record; 0 if it only feeds a record
+    elsewhere. If this process does not work on rows, ``leases`` take none and ``resources`` are not opened. A run
+    inside another one uses that run's ledger and limits, and serves no record."""
 
     def __init__(
         self,
@@ -261,7 +263,7 @@ class Opened:
         await setup.delivery.settle()
 
     async def _work_inside(self, inside: Inside) -> bool:
-        """Run the stages. Returns whether all of them ended as they should."""
+        """Run the stages. Returns whether all of them ended normally."""
         return await inside.work(self._run)
 
     async def _work(self) -> None:
@@ -314,7 +316,8 @@ class Opened:
     # Its end
 
     async def deliver_interrupted(self) -> None:
-        """Deliver the rows of a run that was cancelled: those that are recorded, and the others as Interrupted."""
+        """Deliver the rows of a run that was cancelled: recorded results, and for all others a result of type
+        Interrupted."""
         await to_its_end(self.journal.flush())
         if self.resources.has_begun:
             self._deliver_rest(self.resources.worker)
@@ -336,12 +339,12 @@ class Opened:
 
     @property
     def failure(self) -> Exception | None:
-        """The error that reading the inputs raised."""
+        """The error that reading the inputs raised; None if there is none."""
         return None
 
     @property
     def rows_read(self) -> int | None:
-        """Number of inputs, once all were read."""
+        """The number of inputs when all were read; None before."""
         return None
 
     def known(self) -> JsonObject:
@@ -349,7 +352,7 @@ class Opened:
         return {}
 
     def tell(self, **facts: JsonValue) -> None:
-        """Record facts about what the run does now."""
+        """Record facts about the present state of the run."""
 
     def set_trouble(self, trouble: str | None, since: float, degraded: str) -> None:
         """Record what blocks the run."""
@@ -358,7 +361,7 @@ class Opened:
         """Feed no more rows; started rows finish."""
 
     def hold(self, full: bool) -> None:
-        """Read no results while too many wait to be taken."""
+        """Stop reading results while too many wait to be taken."""
 
     async def pass_events(self) -> None:
         """Pass the events of worker processes to the observers."""
@@ -367,17 +370,17 @@ class Opened:
         """Feed the rows to several workers."""
 
     def _row_unfinished(self, result: AgentResult[object]) -> None:
-        """A row was interrupted: it is not recorded."""
+        """Handle a row that was interrupted: it is not recorded."""
 
     def _deliver_rest(self, worker: Worker) -> None:
-        """Deliver what is recorded, and the rows that work as Interrupted."""
+        """Deliver recorded results, and for the rows that are running results of type Interrupted."""
 
     async def _end_session(self, ended: Ended, why: str, failed: BaseException | None) -> BaseException | None:
-        """Write how the run ended. Returns the first exception."""
+        """Write how the run ended. Returns the first exception of that, or ``failed``."""
         return failed
 
     async def _close_record(self, failed: BaseException | None) -> BaseException | None:
-        """Close the record, which belongs to the feeder. Returns the first exception."""
+        """Close the record, which belongs to the feeder. Returns the first exception of that, or ``failed``."""
         self.store.end_threads()
         return failed
 
@@ -459,7 +462,7 @@ class Fed(Opened):
         await to_its_end(asyncio.ensure_future(self.feeder.pass_events()))
 
     def _row_unfinished(self, result: AgentResult[object]) -> None:
-        """A row was interrupted. If the run stopped early, unfinished rows have no result."""
+        """Handle a row that was interrupted. If the run stopped early, unfinished rows have no result."""
         stopped = self.setup.shared.dispatcher.over is not None
         self.feeder.finish_unrecorded(result, (lambda _: None) if stopped else self.setup.delivery.deliver)
 
@@ -572,7 +575,8 @@ async def _check_first(setup: Setup, store: Store) -> None:
 
 
 def _emit_start(setup: Setup) -> None:
-    """Emit the start events, before the backend loads an engine's weights: that is part of the run's time."""
+    """Emit the events of the start. They come before the backend loads an engine's weights, because that time is part
+    of the run."""
     prepared, shared, emit = setup.prepared, setup.shared, setup.emit
     now, price = shared.clock(), shared.spending.per_second
     emit(RunStarted(now, setup.id, prepared.plan.total, prepared.backend.name, prepared.model or "", price))
@@ -595,7 +599,7 @@ def _how_ended(setup: Setup) -> tuple[Ended, BaseException | None]:
 
 
 async def _begin_and_work(run: Run[Any], setup: Setup, store: Store) -> None:
-    """Open the backend, learn the model and what the record says of it, and work."""
+    """Open the backend, find out the model and what the record says about it, and work."""
     shared, backend = setup.shared, setup.prepared.backend
     record = store if setup.feeds else None
     async with recording.announced(record), shared.backends(setup.prepared, store):
@@ -621,7 +625,7 @@ async def _begin_and_work(run: Run[Any], setup: Setup, store: Store) -> None:
 
 
 async def _choose_workers(setup: Setup, store: Store) -> None:
-    """Decide who works on the rows: this process, others, or both."""
+    """Decide which processes work on the rows: this one, others, or both."""
     shared, outer = setup.shared, setup.outer
     if outer is not None:
         shared.lender, shared.journal = outer.lender, outer.journal
@@ -635,8 +639,8 @@ async def _choose_workers(setup: Setup, store: Store) -> None:
 
 
 async def _open(run: Run[Any], setup: Setup, store: Store) -> None:
-    """Begin the session of the feeder, and join as a writer of the record. The run counts as opened also if that fails:
-    its session must be ended."""
+    """Begin the session of the feeder, and join as a writer of the record. If that fails, the run still counts as
+    opened, because its session must be ended."""
     shared, writer = setup.shared, Writer()
     messages = setup.prepared.spec.keep != "results"
     store.blocking.describe(setup.prepared.schema, setup.schema_of_rows, messages=messages)

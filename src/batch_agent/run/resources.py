@@ -36,8 +36,8 @@ from batch_agent.tools.pool import ToolPool
 
 
 class RunResources:
-    """``run`` is the id of the run. ``feeder`` is None if the run is fed by another process. ``prewarm`` is set if
-    calls are started before a model asks for them."""
+    """What a worker works with. ``run`` is the id of the run. ``feeder`` is None if another process feeds the run.
+    ``prewarm`` is set if tool calls are started before a model asks for them."""
 
     def __init__(
         self,
@@ -61,15 +61,15 @@ class RunResources:
 
     @property
     def worker(self) -> Worker:
-        """What works on the rows. Raises SpecError before the first one."""
+        """The worker. Raises SpecError before the run has begun its first row."""
         if self._worker is None:
             raise SpecError("the run has not begun its first row")
         return self._worker
 
     @asynccontextmanager
     async def opened(self, inner: InnerWorker | None, hold: Callable[[bool], None]) -> AsyncIterator[Worker]:
-        """Yield the worker. ``inner`` is a built-in worker that replaces the tool loop. ``hold`` is called with whether
-        the engine's queue is too long to start agents."""
+        """Open the resources, and yield the worker. ``inner`` is a built-in worker that replaces the tool loop.
+        ``hold`` is called with whether the engine's queue is too long to start agents."""
         prepared, shared, spec = self._prepared, self._shared, self._prepared.spec
         loops = inner is None and spec.worker is None  # the tool loop processes the rows
         touches = touches_for(prepared, shared.dispatcher) if loops else None

@@ -134,7 +134,7 @@ class Run(Generic[T]):
             yield cast("AgentResult[T]", result)
 
     def each(self) -> AsyncIterator[AgentResult[T]]:
-        """Return what ``results`` returns: a pipeline has this too."""
+        """Return what ``results`` returns. A pipeline has a method of this name too."""
         return self.results()
 
     async def pass_to(self, consumer: Callable[[AgentResult[T]], None]) -> None:
@@ -200,11 +200,12 @@ class Run(Generic[T]):
         return {} if self._opened is None else self._opened.known()
 
     def score(self, *, count: bool = True) -> Score:
-        """Return how many answers are right so far. Raises SpecError without gold. ``count``: it is a look at it."""
+        """Return how many answers are right so far. Raises SpecError without gold. ``count``: this counts as a look at
+        the gold."""
         return score_of_run(self, count=count)
 
     def gold(self) -> RunGold | None:
-        """What the run knows of right answers; None without gold."""
+        """The right answers that the run knows; None without gold."""
         if self.scoring is None:
             return None
         return gold_of_run(self, self._setup.prepared, None if self._opened is None else self._opened.rows_read)
@@ -336,7 +337,7 @@ class Run(Generic[T]):
             self._supervisor.cancel()
 
     def _at(self, row: str | int) -> tuple[Run[object], str | int]:
-        """Return the run that a row is in, and its name there."""
+        """Return the run that contains a row, and the name of the row in that run."""
         inside = self._setup.inside
         return (cast("Run[object]", self), row) if inside is None else inside.stage_row(row)
 
@@ -350,7 +351,7 @@ class Run(Generic[T]):
 
     @property
     def serving(self) -> Serving | None:
-        """What serves the record of an outermost run while it works; else None."""
+        """The server of the record while an outermost run works; else None."""
         return self._opened.serving if self._opened is not None and self._setup.is_outermost else None
 
     def serve(self) -> Path:
@@ -371,7 +372,7 @@ class Run(Generic[T]):
 
     @property
     def wants_workers(self) -> bool:
-        """Whether new rows are started. Only for a record in this process."""
+        """Whether new rows are started. Only for a run whose record is in this process."""
         assert self._opened is not None, "its workers ask while it works"
         standing = self._opened.store.blocking.standing()
         over = self._setup.leaving or self.shared.cannot_continue or standing.done
@@ -379,5 +380,5 @@ class Run(Generic[T]):
 
     @property
     def _opened(self) -> Opened | None:
-        """The run from its begin on."""
+        """The run after it has begun; None before."""
         return self._setup.opened

@@ -73,8 +73,8 @@ class Shares:
             spending.close()
 
     async def begin_sharing(self) -> None:
-        """Share the limits of a run that was alone until now: another process joins it. Raises SpecError if the run has
-        ended."""
+        """Share the limits with other workers from now on: the run had one worker, and another process joins. Raises
+        SpecError if the run has ended."""
         async with self._changing:
             if self._ended:
                 raise SpecError("the run has ended")

@@ -71,7 +71,8 @@ class Pot:
 
 
 class Lending:
-    """``worker`` is a name that is unique in the run. ``seconds`` is the time after which a membership expires."""
+    """One worker's shares of the limits. ``worker`` is a name that is unique in the run. ``seconds`` is the time after
+    which a membership expires."""
 
     def __init__(self, store: Store, worker: str, seconds: float = LEASE) -> None:
         self._store, self._worker, self._seconds = store, worker, seconds
@@ -425,8 +426,8 @@ def _budget(spending: Spending) -> Iterator[tuple[str, Pot]]:
 
 
 def _time(spending: Spending, every: float) -> Iterator[tuple[str, Pot]]:
-    """Yield the budget of running time, which is charged once for all workers. ``every`` is the number of seconds
-    between two reports."""
+    """Yield the budget of running time, which is charged once for all workers together. ``every`` is the number of
+    seconds between two reports."""
     if spending.per_second:
         own, limit = _nano(spending.time_alone), spending.time_limit
         rate = max(1, _nano(spending.per_second))

@@ -39,7 +39,7 @@ class TimelineWriter:
         self._recorder, self._run, self._has_socket = recorder, run, socket
 
     def _wait(self) -> None:
-        """Write again after a while, because something has happened."""
+        """Schedule the next write, because something has happened."""
         self._recorder.on_event = None
         self._timer = asyncio.get_running_loop().call_later(EVERY, self._tick)
 

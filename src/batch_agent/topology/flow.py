@@ -137,7 +137,8 @@ class Flow:
         self._run = self._open(sinks, command, record)
 
     def _pilot(self, inputs: Inputs) -> Pilot | None:
-        """Return the pilot of the inputs, which ends when nothing that became of its rows is in progress."""
+        """Return the pilot of the inputs; None if there is none. It ends when nothing that was made of its rows is in
+        progress any more."""
         if (count := self._options.get("pilot")) is None:
             return None
         refuse_uncountable(inputs, "pilot")
@@ -157,7 +158,7 @@ class Flow:
         command: Mapping[str, JsonValue] | None,
         record: Callable[[BatchSpec], RunStore],
     ) -> Run[Any]:
-        """Return the outer run, and open that of each stage."""
+        """Open and return the outer run, after that of each stage."""
         whole, nodes = self._prepared, self.nodes
         self.names: Sequence[str] = [node.name for node in nodes]
         self.parts: Mapping[str, Prepared] = {node.name: node.prepared for node in nodes}
@@ -171,7 +172,7 @@ class Flow:
         return run
 
     def facts(self, prepared: Prepared) -> JsonObject:
-        """Return the specs of the stages, for workers. Raises SpecError for an option that they cannot use."""
+        """Return the specs of the stages, for workers. Raises SpecError for an option that workers cannot use."""
         specs: JsonObject = {}
         for node in self.nodes:
             with about(f"{node.name}: "):
@@ -179,7 +180,7 @@ class Flow:
         return {"specs": specs, HOSTS: [host for node in self.nodes for host in hosts_of(node.prepared.backend)]}
 
     async def work(self, run: Run[object]) -> bool:
-        """Run the stages. Returns whether all of them ended as they should; else their records say why not."""
+        """Run the stages. Returns whether all of them ended normally; otherwise their records have the reasons."""
         beside: list[InputSource | FunctionNode] = [*self._sources, *self._functions]
         try:
             await collect_all(self.nodes, [partial(node.pump, run.shared) for node in beside])
@@ -236,7 +237,7 @@ class Flow:
 
     @property
     def runs(self) -> list[Run[Any]]:
-        """The run around the stages, and that of each stage."""
+        """The outer run, and the run of each stage."""
         return [self._run, *(node.run for node in self.nodes)]
 
     def pause(self) -> None:
@@ -256,8 +257,8 @@ class Flow:
         return Results(results, summary, self.nodes[-1].prepared.spec.output_schema)
 
     async def outlook(self) -> Outlook | None:
-        """Return what the pilot says of all rows; None if there is none, or if it is not complete. The work of a row is
-        that of all stages, without those of tables that are looked up."""
+        """Return what the pilot says about all rows; None if there is no pilot, or if it is not complete. The work of a
+        row is its work in all stages, except stages that only read a table for a join."""
         if (pilot := self.pilot_rows) is None:
             return None
         work = dict.fromkeys(pilot.indexes, NO_WORK)
@@ -270,7 +271,7 @@ class Flow:
         return await outlook_of(pilot, [*work.values()], self.parts)
 
     def drain(self) -> None:
-        """Start nothing new; running agents finish, and their results start no further stage."""
+        """Start nothing new. Running agents finish, but their results do not start further stages."""
         for source in self._sources:
             source.stop()
         for node in self.nodes:
@@ -285,7 +286,7 @@ class Flow:
 
     @property
     def on_change(self) -> OnChange:
-        """The option; it may be set before the flow is entered."""
+        """The option ``on_change``. It may be set before the flow is entered."""
         return self._run.on_change
 
     @on_change.setter
@@ -395,7 +396,7 @@ class Flow:
     def _agents(
         self, stage: Agents, out: Receiver, inputs: Inputs, carry: tuple[str, ...], *, counts: bool
     ) -> AgentNode:
-        """``counts``: its rows were made of those of the pilot."""
+        """Return the node of a stage of agents. ``counts``: its rows were made from the inputs of the pilot."""
         prepared = self._prepare(stage.name, {**stage.options, "inputs": inputs})
         channel = inputs if isinstance(inputs, RowChannel) else None
         node = AgentNode(stage.name, replace(prepared, carry=carry), channel, out, self._progress)
@@ -405,8 +406,8 @@ class Flow:
         return node
 
     def _order(self, after: int) -> Callable[[int], tuple[int, ...]]:
-        """Return the order of the inputs, for rows that are made before the first ``after`` flat_maps of the list.
-        With a pilot, the rows of a flat_map are numbered in the order in which the inputs are read."""
+        """Return a function that orders rows by their inputs, for rows that come before the first ``after`` flat_maps
+        of the list. With a pilot, the rows of a flat_map are numbered in the order in which the inputs are read."""
 
         def key(index: int) -> tuple[int, ...]:
             places = [index]
@@ -469,8 +470,8 @@ class Flow:
 
 
 def _with_recorded_backend(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the options of a pipeline. One that is resumed and names no backend uses that of its record, also for
-    stages that have not begun."""
+    """Return the options of a pipeline. A resumed pipeline that names no backend uses the recorded one, also for stages
+    that have not begun."""
     run_dir = next((options[name] for name in RUN_DIR if options.get(name) is not None), None)
     known = recorded_options(recorded_facts(run_dir)).get("backend")
     if options.get("backend") is not None or not isinstance(known, str | list):
@@ -495,7 +496,7 @@ def schema_of_rows(before: Sequence[Stage]) -> type[object] | None:
 
 
 def check_fields(before: Sequence[Stage], stage: Agents, template: str | None) -> None:
-    """Raise SpecError for a field that the stage uses or carries and its rows are known not to have. ``template`` is
+    """Raise SpecError for a field that the stage uses or carries, if its rows are known not to have it. ``template`` is
     the language of the pipeline's tasks."""
     own, carried = known_fields(before), carried_after(before)
     if own is None:
@@ -511,7 +512,8 @@ def check_fields(before: Sequence[Stage], stage: Agents, template: str | None) -
 
 
 def known_fields(before: Sequence[Stage]) -> Sequence[str] | None:
-    """Return the fields of the rows after these stages, without carried ones; None if only the rows show them."""
+    """Return the fields of the rows after these stages, without carried ones; None if they are unknown before there are
+    rows."""
     last = next((stage for stage in reversed(before) if not isinstance(stage, Filter)), None)
     match last:
         case FlatMap():
@@ -606,7 +608,7 @@ class InputSource:
 
 
 class FunctionNode:
-    """Calls a function for each row. ``make`` returns the rows that one becomes."""
+    """Calls a function for each row. ``make`` returns the rows that one row becomes."""
 
     def __init__(self, function: Callable[[Any], Any], out: Receiver, progress: InProgress) -> None:
         self._function, self._out, self._progress = function, out, progress
@@ -650,8 +652,8 @@ class FunctionNode:
 
 
 class FlatMapNode(FunctionNode):
-    """Numbers its rows in the order of their source rows, so the rows of a later one wait until the earlier ones are
-    known."""
+    """Numbers its rows in the order of their source rows. So the rows of a later source wait until those of the earlier
+    ones are known."""
 
     def __init__(self, function: Callable[[Any], Iterable[object]], out: Receiver, progress: InProgress) -> None:
         super().__init__(function, out, progress)
@@ -691,8 +693,8 @@ class FilterNode(FunctionNode):
 
 
 class KeyNode(FunctionNode):
-    """Makes ``(key, value)`` of a row. On the side that is looked up, a row without a key ends the pipeline, because it
-    might be the one that another row needs."""
+    """Makes ``(key, value)`` of a row. On the side of a join that is looked up, a row without a key ends the pipeline,
+    because another row might need it."""
 
     def __init__(
         self, function: Callable[[Any], Hashable], out: Receiver, progress: InProgress, *, looked_up: bool = False
@@ -725,7 +727,8 @@ async def _until_time_is_up(function: Callable[[], T], shared: Shared) -> T:
 
 
 def _next_of(rows: Iterator[T]) -> tuple[list[T], bool]:
-    """Return the next rows, and whether there may be more: as many as fit the channel, or as are made in a moment."""
+    """Return the next rows, and whether there may be more. It returns as many as fit the channel, or as are made within
+    a moment."""
     until, made = time.monotonic() + SLICE, []
     for row in rows:
         made.append(row)
