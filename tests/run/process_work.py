@@ -10,7 +10,7 @@ from typing import cast
 from tests.warm import start
 
 from batch_agent import Tool
-from batch_agent.run.crew import ProcessCrew
+from batch_agent.run.worker_processes import ProcessCrew
 
 ROOT = Path(__file__).parents[2]
 NOTES = "BATCH_AGENT_TEST_NOTES"  # names the file of the notes

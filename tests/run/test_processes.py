@@ -25,10 +25,10 @@ from batch_agent.agent.prepare import prepare, with_model
 from batch_agent.errors import RunRejected
 from batch_agent.messages import Usage
 from batch_agent.record.reader import look
-from batch_agent.run.crew import STARTS, STEADY_SECONDS, ProcessCrew
 from batch_agent.run.joining import prepare_worker
 from batch_agent.run.recording import facts_for_workers, versions
 from batch_agent.run.trust import Trust
+from batch_agent.run.worker_processes import STARTS, STEADY_SECONDS, ProcessCrew
 from batch_agent.testing import CallTools, Request, Say, ScriptedServer, ToolUse, virtual_clock
 
 USAGE = Usage(60, completion_tokens=30)

@@ -42,10 +42,10 @@ from batch_agent.record.served import Answer as Answered
 from batch_agent.record.served import Call, ServedStore, StoreDesk, dump, load
 from batch_agent.record.sqlite import SqliteJournal
 from batch_agent.record.store import KeptStep, Lease
-from batch_agent.run.crew import REFUSED, ProcessCrew
 from batch_agent.run.joining import JoinedWorker
 from batch_agent.run.run import Run
 from batch_agent.run.trust import Trust
+from batch_agent.run.worker_processes import REFUSED, ProcessCrew
 from batch_agent.spec import BatchSpec
 from batch_agent.testing import Request, ScriptedBackend
 from batch_agent.testing.replies import ScriptedReply

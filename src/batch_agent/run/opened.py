@@ -40,7 +40,6 @@ from batch_agent.run import recording
 from batch_agent.run.cascade import Ladder, look_for_models
 from batch_agent.run.changes import OnChange
 from batch_agent.run.control import Controls, Inside
-from batch_agent.run.crew import crew_of
 from batch_agent.run.delivery import Delivery
 from batch_agent.run.feeder import WAIT, Feeder
 from batch_agent.run.leases import Leases
@@ -58,6 +57,7 @@ from batch_agent.run.sharing import Lending
 from batch_agent.run.spec_json import spec_json
 from batch_agent.run.timeline_writer import TimelineWriter
 from batch_agent.run.worker import Worker
+from batch_agent.run.worker_processes import crew_of
 from batch_agent.scheduler.server import Endpoint
 from batch_agent.spec import BatchSpec
 
