@@ -117,7 +117,7 @@ def request_digest(conversation: bytes, shape: ShapeDigest) -> str:
 def next_asked(before: bytes, shape: ShapeDigest, new: Sequence[Message]) -> tuple[bytes, str]:
     """Return the digest of a request of the tool loop, and the text to record for it. ``before`` is the digest of the
     previous request, ``new`` are the messages since."""
-    written = [_written(message) for message in new]
+    written = list(map(_written, new))
     digest = _hash(before, shape.whole, *written)
     return digest, digest.hex()[:WHOLE] + shape.parts + "".join([f"{crc32(text) & 0xFFFF:04x}" for text in written])
 
@@ -447,16 +447,10 @@ class Journal:
             self._gathering_since = self._loop.time()
         if not self._busy:
             self._busy = True
-            self._schedule()
+            self._loop.call_later(self._pause, self._commit) if self._pause else self._commit()
         elif not self._backlogged and len(self._entries) + len(self._results) >= BACKLOG:
             self._backlogged = True
             self._on_backlog(True)
-
-    def _schedule(self) -> None:
-        if self._pause:
-            self._loop.call_later(self._pause, self._commit)
-        else:
-            self._commit()
 
     def _commit(self) -> None:
         entries, self._entries = self._entries, []
@@ -527,7 +521,7 @@ class Journal:
         self._committing_since = 0.0
         self._busy = bool(self._entries or self._results or self._touched)
         if self._busy:
-            self._schedule()
+            self._loop.call_later(self._pause, self._commit) if self._pause else self._commit()
         if self._backlogged and len(self._entries) < BACKLOG:
             self._backlogged = False
             self._on_backlog(False)

@@ -482,7 +482,8 @@ def connect_to_read(path: Path) -> sqlite3.Connection:
 def _counts(totals: Totals, learnt: tuple[int, ...] | None) -> tuple[int | float | str | None, ...]:
     """Return the values of the columns COUNTS, with the types that SQLite returns. The columns of the advance are those
     of earlier versions."""
-    spent = min(totals.tokens, LARGEST), totals.cost, None, None
+    tokens, nano = totals.spent.tokens, totals.spent.nano
+    spent = min(tokens, LARGEST), None if nano is None else nano / DOLLAR, None, None
     return totals.ok, totals.failed, totals.resumed, *spent, None if learnt is None else json.dumps(learnt)
 
 

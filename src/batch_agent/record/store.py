@@ -59,7 +59,9 @@ class Spent:
     def __add__(self, more: Spent) -> Spent:
         """Return the sum of the numbers. Events are no sum: the store passes them on."""
         nano = more.nano if self.nano is None else self.nano + (more.nano or 0)
-        counts = {**self.counts, **{name: self.counts.get(name, 0) + count for name, count in more.counts.items()}}
+        counts = self.counts
+        if more.counts:
+            counts = {**counts, **{name: counts.get(name, 0) + count for name, count in more.counts.items()}}
         return Spent(self.tokens + more.tokens, nano, counts)
 
 

@@ -33,7 +33,6 @@ from batch_agent.record.keys import Keys
 from batch_agent.record.row_json import decode_result
 from batch_agent.record.store import (
     OBSERVED,
-    FeederSession,
     Identity,
     Resuming,
     Row,
@@ -98,7 +97,7 @@ class Feeder:
         self.failure: Exception | None = None  # the error that reading the inputs raised
         self.fed = False  # every input was read and fed
         self.read = 0  # inputs that were read
-        self._session: FeederSession | None = None
+        self.session = 0  # number of the session, after its begin
         self._had_past = False
         self._reads_documents = False
         self._reading = asyncio.Lock()
@@ -146,9 +145,9 @@ class Feeder:
         self._keep_keys(previous)
         resuming = replace(resuming, force=forced, drop=resuming.drop and (changed or kept))
         only_results = keep == "results"
-        self._session = await store.open_feed(self.facts, resuming, keep_results_only=only_results)
-        self._position = self._session.position
-        self._had_past = bool(self._session.previous)
+        opened = await store.open_feed(self.facts, resuming, keep_results_only=only_results)
+        self.session, self._position = opened.number, opened.position
+        self._had_past = bool(opened.previous)
         store.listen(self._news.set, results=True)
 
     def _keep_keys(self, previous: JsonObject) -> None:
@@ -178,11 +177,6 @@ class Feeder:
             )
         return self.keys.identify(whole, job.own_id, question)
 
-    @property
-    def session(self) -> int:
-        assert self._session is not None, "begin() is called before rows are fed"
-        return self._session.number
-
     def set_trouble(self, trouble: str | None, since: float, degraded: str = "") -> None:
         """Record what currently blocks the run, and since when, for readers outside. ``degraded``: words about servers
         that are down while others work."""
@@ -203,7 +197,7 @@ class Feeder:
 
     def tell(self, **facts: JsonValue) -> None:
         """Record facts about the present state of the run, for readers in other processes."""
-        if self._session is not None and any(self.facts.get(name) != value for name, value in facts.items()):
+        if self.session and any(self.facts.get(name) != value for name, value in facts.items()):
             self.facts |= facts
             if self._telling is None:
                 self._write_facts()
@@ -237,7 +231,7 @@ class Feeder:
             return
         self.pilot.pass_by()
         self.facts["pilot"] = self.pilot.to_json()
-        if self._session is not None and not self.pilot.stopped and self._telling is None:
+        if self.session and not self.pilot.stopped and self._telling is None:
             self._write_facts()  # else the end of the session, or of the write that runs, records it
 
     async def end(self, facts: JsonObject) -> BaseException | None:
@@ -248,7 +242,7 @@ class Feeder:
             self._counting.cancel()
         if self._telling is not None:  # else it could be written after the end
             await to_its_end(self._telling)
-        if self._session is not None:
+        if self.session:
             rows: JsonObject = {
                 "read": self.keys.count,
                 "digest": self.keys.digest,
@@ -464,7 +458,7 @@ class Feeder:
 
     async def count_work(self) -> None:
         """Count what worker processes have done in this session, and the agents that they run now."""
-        if not self.ahead or self._session is None:
+        if not self.ahead or not self.session:
             return
         metrics, agents = self._emit.metrics, Counter[str]()
         metrics.elsewhere = await self.store.worked()
@@ -477,7 +471,7 @@ class Feeder:
 
     async def pass_events(self) -> None:
         """Pass the events that workers in other processes have sent to the observers of the run, if it has some."""
-        if not self.ahead or self._session is None or not self.facts.get(OBSERVED):
+        if not self.ahead or not self.session or not self.facts.get(OBSERVED):
             return
         async with self._hearing:
             while sent := await self.store.events(self.session, self._heard, AT_ONCE):
@@ -536,7 +530,7 @@ class Feeder:
         if not wait:
             self._news.clear()
         found = await self.store.results(self.session, self._position, AT_ONCE, wait)
-        if found:
+        if found and self.ahead:
             await self.pass_events()  # those of a row are recorded with its result, or before it
         self._deliver(found)
         return len(found)

@@ -77,7 +77,7 @@ class Worker:
         self.row_schema: OutputSchema[object] | None = None
         self.on_unfinished: Callable[[AgentResult[object]], None] = lambda result: None
         # Called with results before they are recorded, and with those of rows that other workers have now.
-        self._on_result: Callable[[AgentResult[object]], None] = lambda result: None
+        self._on_result: Callable[[AgentResult[object]], None] | None = None
         self._on_dropped: Callable[[AgentResult[object]], None] = self._let_go
         self._lead = resources.lead  # until the first agent with a request has started
         self._following = asyncio.Semaphore(FOLLOWING)
@@ -524,7 +524,8 @@ class Worker:
 
     def _publish(self, lease: Lease, agent: Agent | Several | None, result: AgentResult[object]) -> None:
         """Record a result. After the commit the feeder delivers it, and its agent is no longer live."""
-        self._on_result(result)
+        if self._on_result is not None:
+            self._on_result(result)
         if is_interrupted(result):
             if agent is not None and self.live.get(result.index) is agent:
                 del self.live[result.index]
