@@ -9,7 +9,7 @@ from typing import Any
 
 from batch_agent import BatchAgent, Tool
 from batch_agent.dispatch import load_poller
-from batch_agent.record import journal
+from batch_agent.record import commits
 from batch_agent.record.directory import DirectoryStore
 from batch_agent.scheduler.numbers import N
 from benchmarks.workload import MODEL, SYSTEM_PROMPT, TASK, Review, Work, contend, lookup, rows
@@ -18,7 +18,7 @@ SLOWER = float(os.environ.get("BENCHMARK_SLOWER", "1"))  # see ``benchmarks.inst
 load_poller.FIRST_SECONDS *= SLOWER
 vars(load_poller)["N"] = replace(N, refresh=N.refresh * SLOWER)
 DirectoryStore.gathering *= SLOWER
-vars(journal)["GATHERING"] = DirectoryStore.gathering
+vars(commits)["GATHERING"] = DirectoryStore.gathering
 LOOKUP = Tool.define(cacheable=True)(lookup)
 
 

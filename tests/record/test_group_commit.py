@@ -13,12 +13,12 @@ import pytest
 from batch_agent.errors import StoreError
 from batch_agent.job import AgentResult, Success
 from batch_agent.messages import Reply, Usage
-from batch_agent.record.journal import (
+from batch_agent.record.commits import (
     AT_ONCE,
     BACKLOG,
     MANY,
     OVERDUE,
-    Journal,
+    Commits,
     Meter,
     Trail,
 )
@@ -96,9 +96,9 @@ class Purse:
 
 
 @asynccontextmanager
-async def journal(disk: Disk, **options: object) -> AsyncIterator[Journal]:
+async def journal(disk: Disk, **options: object) -> AsyncIterator[Commits]:
     store = Store(disk)  # type: ignore[arg-type]
-    book = Journal(store, 1, **options)  # type: ignore[arg-type]
+    book = Commits(store, 1, **options)  # type: ignore[arg-type]
     try:
         yield book
     finally:
@@ -120,7 +120,7 @@ def result(row: int, *, resumed: bool = False) -> AgentResult[object]:
     return Success(row, str(row), "x", True, "y", resumed=resumed)
 
 
-async def settled(book: Journal, commit: int) -> None:
+async def settled(book: Commits, commit: int) -> None:
     if not book.has(commit):
         await book.durable(commit)
 

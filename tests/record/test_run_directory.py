@@ -23,8 +23,8 @@ import pytest
 from batch_agent import BatchAgent, Pipeline
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.messages import Usage
+from batch_agent.record.commits import OVERDUE
 from batch_agent.record.directory import DirectoryStore
-from batch_agent.record.journal import OVERDUE
 from batch_agent.record.lock import Lock, is_locked
 from batch_agent.record.reader import look
 from batch_agent.record.rundir import JOURNAL, LOCK, RunDir, _overwrite, read_run

@@ -57,7 +57,7 @@ from batch_agent.messages import (
     with_images,
 )
 from batch_agent.observe.metrics import LiveAgent
-from batch_agent.record.journal import UNKNOWN_OUTCOME, FailedBefore, Trail
+from batch_agent.record.commits import UNKNOWN_OUTCOME, FailedBefore, Trail
 from batch_agent.record.replay import Call as RecordedCall
 from batch_agent.record.replay import Key, WorkReplay, writes_of
 from batch_agent.record.steps import (

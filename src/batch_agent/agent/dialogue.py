@@ -55,7 +55,7 @@ from batch_agent.observe.metrics import Emit
 from batch_agent.outputs.extract import documents_in, strip_reasoning
 from batch_agent.outputs.repair import repair_prompt
 from batch_agent.outputs.validate import parse_output
-from batch_agent.record.journal import WHOLE, ShapeDigests, difference, next_asked, request_digest
+from batch_agent.record.commits import WHOLE, ShapeDigests, difference, next_asked, request_digest
 from batch_agent.record.replay import NO_MESSAGES, chain
 from batch_agent.scheduler.ordering import Streaming, pin_seconds
 from batch_agent.tools.pool import PendingCall, ToolPool

@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from typing import TypeAlias
 
 from batch_agent.messages import Message, Reply
-from batch_agent.record.journal import WHOLE, message_digest
+from batch_agent.record.commits import WHOLE, message_digest
 from batch_agent.record.steps import (
     ALONE,
     SHARED,

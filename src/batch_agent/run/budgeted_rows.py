@@ -14,7 +14,7 @@ from batch_agent.compiler.plan import Plan
 from batch_agent.dispatch.feed import Feed
 from batch_agent.dispatch.spending import Spending
 from batch_agent.job import AgentResult, Job, is_interrupted
-from batch_agent.record.journal import Trail
+from batch_agent.record.commits import Trail
 from batch_agent.scheduler.row_budget import StageRows
 
 TURNS = 8.0  # first requests that a row with tools is expected to cost, until a row has ended

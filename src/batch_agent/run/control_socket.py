@@ -19,8 +19,8 @@ from typing import cast
 from batch_agent.errors import BatchAgentError, SpecError
 from batch_agent.files.results import from_json, to_json
 from batch_agent.messages import JsonObject
+from batch_agent.record.commits import to_its_end
 from batch_agent.record.control import CONTROL
-from batch_agent.record.journal import to_its_end
 from batch_agent.record.private import private, socket_folder
 from batch_agent.record.store import FOLLOWED_SECONDS
 from batch_agent.run.control import Controls

@@ -28,7 +28,7 @@ from batch_agent.job import AgentResult, Job, Placed
 from batch_agent.messages import JsonObject
 from batch_agent.observe.event_lines import read_events
 from batch_agent.observe.metrics import Emit
-from batch_agent.record.journal import to_its_end
+from batch_agent.record.commits import to_its_end
 from batch_agent.record.keys import Keys
 from batch_agent.record.row_json import decode_result
 from batch_agent.record.store import (

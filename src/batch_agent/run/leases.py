@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from batch_agent.dispatch.cancellation import outlast, shielded, wait_event
 from batch_agent.errors import StoreError
 from batch_agent.record.codec import CALL_BEGUN, RANKS, decode, since_restart
-from batch_agent.record.journal import OVERDUE, to_its_end
+from batch_agent.record.commits import OVERDUE, to_its_end
 from batch_agent.record.steps import Past, read_past
 from batch_agent.record.store import Identity, KeptStep, Lease, RunStanding, Store
 

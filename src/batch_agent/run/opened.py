@@ -33,7 +33,7 @@ from batch_agent.observe.numbers import degraded_words
 from batch_agent.observe.status import LabelledEndpoint, health_of
 from batch_agent.observe.summary import summary_json
 from batch_agent.record.address import directory_of
-from batch_agent.record.journal import to_its_end
+from batch_agent.record.commits import to_its_end
 from batch_agent.record.keys import Keys
 from batch_agent.record.store import LEASE, RunStore, Store, WorkStore
 from batch_agent.run import recording
@@ -235,12 +235,12 @@ class Opened:
             leases.on_observed = sent.send_events
         late = partial(setup.backlog, "journal"), partial(shared.set_overdue, setup.id)
         told = shared.spending, setup.metrics, setup.outer, feeder, sent, leases
-        self.journal = recording.open_journal(store, number, *told, *late)
-        self.resources = RunResources(prepared, shared, setup.id, setup.emit, setup.feed, leases, self.journal, feeder)
+        self.commits = recording.open_commits(store, number, *told, *late)
+        self.resources = RunResources(prepared, shared, setup.id, setup.emit, setup.feed, leases, self.commits, feeder)
         url = str(prepared.spec.run_dir) if store.wait else None
         self.serving = Serving(store, url, setup.facts_for_workers, self.begin_sharing, is_shared=setup.is_shared)
         own = shared, setup.controls, prepared.backend, store, store if setup.feeds else None, lease, number
-        self._ledger = Shares(*own, feeder, leases, self.journal, requests=setup.requests)
+        self._ledger = Shares(*own, feeder, leases, self.commits, requests=setup.requests)
 
     # Its work
 
@@ -283,7 +283,7 @@ class Opened:
                         setup.reader = task
         finally:
             if not setup.cancelled:  # hand back rows, after everything that is recorded of them is written
-                await to_its_end(self.journal.flush())
+                await to_its_end(self.commits.flush())
                 await leases.close()
 
     # Workers in other processes
@@ -318,7 +318,7 @@ class Opened:
     async def deliver_interrupted(self) -> None:
         """Deliver the rows of a run that was cancelled: recorded results, and for all others a result of type
         Interrupted."""
-        await to_its_end(self.journal.flush())
+        await to_its_end(self.commits.flush())
         if self.resources.has_begun:
             self._deliver_rest(self.resources.worker)
 
@@ -326,12 +326,12 @@ class Opened:
         """End the session, and close the record. Returns the first exception."""
         setup = self.setup
         await setup.timeline.end()
-        failed: BaseException | None = await self.journal.end() if self.number else None
+        failed: BaseException | None = await self.commits.end() if self.number else None
         if setup.works:
             await self.leases.close()
         failed = await self._end_session(ended, str(failure or reason or failed or ""), failed)
         await to_its_end(asyncio.ensure_future(self.serving.close()))
-        self.journal.close()
+        self.commits.close()
         failed = await self._close_record(failed)
         return failure or failed
 
@@ -628,7 +628,7 @@ async def _choose_workers(setup: Setup, store: Store) -> None:
     """Decide which processes work on the rows: this one, others, or both."""
     shared, outer = setup.shared, setup.outer
     if outer is not None:
-        shared.lender, shared.journal = outer.lender, outer.journal
+        shared.lender, shared.commits = outer.lender, outer.commits
     if setup.crew is not None and await shared.is_time_spent(store if setup.feeds else None, outer):
         # Only what is recorded is delivered, for which no worker is needed.
         setup.crew, setup.works, setup.is_shared = None, setup.inside is None, False
@@ -656,7 +656,7 @@ async def _open(run: Run[Any], setup: Setup, store: Store) -> None:
         opened = Opened(run, setup, store, writer) if feeder is None else Fed(run, setup, store, writer, feeder)
         setup.opened = opened
     if setup.is_outermost and writer.number:
-        shared.journal = opened.journal
+        shared.commits = opened.commits
     if writer.number and setup.feeds and (folder := store.blocking.folder) is not None:
         await setup.timeline.begin(store, folder, recording.asked_json(setup.prepared), shared.clock())
     shared.keep_limits(setup.prepared.spec, setup.id, feeder)

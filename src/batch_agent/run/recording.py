@@ -27,8 +27,8 @@ from batch_agent.observe.event_lines import event_json
 from batch_agent.observe.metrics import Emit, Metrics
 from batch_agent.record.address import StoreAddress, place_of
 from batch_agent.record.codec import FORMAT
+from batch_agent.record.commits import Commits, Meter, to_its_end
 from batch_agent.record.directory import DirectoryStore
-from batch_agent.record.journal import Journal, Meter, to_its_end
 from batch_agent.record.memory import MemoryStore
 from batch_agent.record.redis.store import ANNOUNCED, RedisRunStore
 from batch_agent.record.row_json import encode_row
@@ -316,7 +316,7 @@ class SentWork(TypedSink):
         return grown, b"\n".join(map(event_json, events))
 
 
-def open_journal(
+def open_commits(
     store: Store,
     number: int,
     spending: Spending,
@@ -327,14 +327,14 @@ def open_journal(
     leases: Leases,
     on_backlog: Callable[[bool], None],
     on_overdue: Callable[[bool], None],
-) -> Journal:
-    """Return the journal through which worker ``number`` writes to the store. ``sent`` is what it reports to a feeder
-    in another process. ``outer`` is the state of the outer run of a stage, which has the budget: its journal records
+) -> Commits:
+    """Return the commits of worker ``number``. ``sent`` is what it reports to a feeder
+    in another process. ``outer`` is the state of the outer run of a stage, which has the budget: its commits record
     what the run has spent each time the stage records something."""
     budgets = shared_budgets(spending) if outer is None else []
     so_far, learnt = (spending.so_far, spending.learnt) if outer is None else (metrics.spent, lambda: None)
     claims = budgets and number and feeder is not None and store.writes
-    journal = Journal(
+    commits = Commits(
         store,
         number,
         meter=Meter(so_far, budgets, learnt, None if feeder is not None else sent.since_commit),
@@ -343,10 +343,10 @@ def open_journal(
         on_backlog=on_backlog,
         on_overdue=on_overdue,
         on_failed=leases.fail,
-        on_written=None if outer is None or outer.journal is None else outer.journal.touch,
+        on_written=None if outer is None or outer.commits is None else outer.commits.touch,
     )
-    sent.commit_soon = journal.touch
-    return journal
+    sent.commit_soon = commits.touch
+    return commits
 
 
 def given_up(ended: Ended, why: str, *, has_results: bool) -> BaseException | None:

@@ -24,7 +24,7 @@ from batch_agent.dispatch.load_poller import poll_load
 from batch_agent.dispatch.policy import Policy
 from batch_agent.errors import SpecError
 from batch_agent.observe.metrics import Emit
-from batch_agent.record.journal import Journal, ShapeDigests
+from batch_agent.record.commits import Commits, ShapeDigests
 from batch_agent.record.keys import Keys
 from batch_agent.run.cache_watch import cache_watch, touches_for
 from batch_agent.run.cascade import EntryDesk
@@ -47,11 +47,11 @@ class RunResources:
         emit: Emit,
         feed: Feed,
         leases: Leases,
-        journal: Journal,
+        commits: Commits,
         feeder: Feeder | None,
     ) -> None:
         self._prepared, self._shared, self._run, self._emit, self._feed = prepared, shared, run, emit, feed
-        self._leases, self._journal, self._feeder = leases, journal, feeder
+        self._leases, self._commits, self._feeder = leases, commits, feeder
         self._worker: Worker | None = None  # since it was opened
         self.prewarm: ToolPrewarm | None = None
 
@@ -91,7 +91,7 @@ class RunResources:
             feeder = self._feeder
             self._worker = Worker(
                 self._leases,
-                self._journal,
+                self._commits,
                 prepared.plan,
                 resources,
                 self._feed,

@@ -26,7 +26,7 @@ from batch_agent.messages import Usage
 from batch_agent.observe.metrics import Clock
 from batch_agent.observe.prometheus import LiveNumbers
 from batch_agent.observe.status import LabelledEndpoint
-from batch_agent.record.journal import Journal
+from batch_agent.record.commits import Commits
 from batch_agent.record.store import Store
 from batch_agent.run.observers import Observers
 from batch_agent.scheduler.ordering import KvParts
@@ -46,7 +46,7 @@ logger = logging.getLogger("batch_agent")
 @dataclass(slots=True, eq=False)
 class Shared:
     """``dispatchers`` are those of all backends, by name; ``dispatcher`` is this run's. ``pool``, ``store``,
-    ``journal`` and ``lender`` are set while the outermost run works; ``lender`` only if several processes do.
+    ``commits`` and ``lender`` are set while the outermost run works; ``lender`` only if several processes do.
     ``paced``: the inputs of inner runs come only when an agent may start. ``observed``: the outermost run has
     observers of what workers in other processes do."""
 
@@ -61,7 +61,7 @@ class Shared:
     models: dict[str, set[str]] = field(default_factory=dict)  # the models that runs use, by name of the backend
     pool: ToolPool | None = None
     store: Store | None = None
-    journal: Journal | None = None
+    commits: Commits | None = None
     lender: Lending | None = None
     changes: Changes | None = None  # of a resumed run, since it was compared with its record
     paced: bool = False
@@ -129,7 +129,7 @@ class Shared:
         places = self.dispatchers.items()
         endpoints = [(each.name or name, each) for name, of in places for each in of.scheduler.endpoints]
         waiting = sum(of.scheduler.waiting for of in self.dispatchers.values())
-        return LiveNumbers(endpoints, waiting, None if self.journal is None else self.journal.lag)
+        return LiveNumbers(endpoints, waiting, None if self.commits is None else self.commits.lag)
 
     async def is_time_spent(self, record: Store | None, outer: Shared | None) -> bool:
         """Return whether earlier sessions have spent the whole budget on running time. ``outer`` is the outer run of a
@@ -174,14 +174,14 @@ class Shared:
         for dispatcher in self.dispatchers.values():
             dispatcher.pause() if paused else dispatcher.resume()
 
-    def set_overdue(self, journal: str, overdue: bool) -> None:
-        """Send nothing while a journal waits for the disk: answers could not be recorded soon."""
+    def set_overdue(self, record: str, overdue: bool) -> None:
+        """Send nothing while a commit waits for the disk: answers could not be recorded soon."""
         if overdue and not self._was_overdue:
             self._was_overdue = True
             where = self.directory or "the record of the run"
             logger.warning("%s is slow, or in use: no request is sent while a commit waits", where)
         for dispatcher in self.dispatchers.values():
-            dispatcher.slots.set_paused_by(journal, overdue)
+            dispatcher.slots.set_paused_by(record, overdue)
 
 
 def open_shared(

@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from batch_agent.backends.base import Backend
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
-from batch_agent.record.journal import Journal
+from batch_agent.record.commits import Commits
 from batch_agent.record.store import Store
 from batch_agent.run.control import Controls
 from batch_agent.run.feeder import Feeder
@@ -37,13 +37,13 @@ class Shares:
         number: int,
         feeder: Feeder | None,
         leases: Leases | None,
-        journal: Journal | None,
+        commits: Commits | None,
         *,
         requests: Mapping[str, JsonObject],
     ) -> None:
         self._shared, self._controls, self._requests, self._backend = shared, controls, requests, backend
         self._store, self._record, self._lease, self._number = store, record, lease, number
-        self._feeder, self._leases, self._journal = feeder, leases, journal
+        self._feeder, self._leases, self._commits = feeder, leases, commits
         self._extent = AsyncExitStack()
         self._changing = asyncio.Lock()  # held while the ledger starts, and while another process joins
         self._ended = False
@@ -51,7 +51,7 @@ class Shares:
     @asynccontextmanager
     async def opened(self, *, is_shared: bool) -> AsyncIterator[None]:
         """Start the ledger, and stop it at the end."""
-        spending, journal = self._shared.spending, self._journal
+        spending, commits = self._shared.spending, self._commits
         try:
             async with self._extent:
                 async with self._changing:
@@ -62,8 +62,8 @@ class Shares:
                         spending.start(before, learnt, lender.soon, shared=True)
                         await self._at_work(lender)
                     else:
-                        keeps = journal is not None and self._store.writes
-                        spending.start(before, learnt, journal.touch if journal is not None and keeps else None)
+                        keeps = commits is not None and self._store.writes
+                        spending.start(before, learnt, commits.touch if commits is not None and keeps else None)
                 try:
                     yield
                 finally:
@@ -81,8 +81,8 @@ class Shares:
             if self._shared.lender is not None:
                 return
             lender = await self._open_lender()
-            if self._journal is not None:
-                await self._journal.flush()  # what its commits have claimed is granted before the first report
+            if self._commits is not None:
+                await self._commits.flush()  # what its commits have claimed is granted before the first report
             self._shared.spending.share(lender.soon)
             if self._shared.pool is not None:
                 self._shared.pool.once = lender.once

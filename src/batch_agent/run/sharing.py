@@ -26,7 +26,7 @@ from batch_agent.dispatch.spending import PAID_AHEAD, Spending
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.fleet.hostfile import Hostfile
 from batch_agent.messages import JsonObject
-from batch_agent.record.journal import to_its_end
+from batch_agent.record.commits import to_its_end
 from batch_agent.record.store import LEASE, Store
 from batch_agent.run.control import Controls
 from batch_agent.run.shared import Shared

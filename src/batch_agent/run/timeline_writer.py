@@ -13,7 +13,7 @@ from pathlib import Path
 
 from batch_agent.messages import JsonObject
 from batch_agent.observe.metrics import Recorder
-from batch_agent.record.journal import to_its_end
+from batch_agent.record.commits import to_its_end
 from batch_agent.record.store import Store
 from batch_agent.record.timeline import TimelineFiles
 from batch_agent.run.control import Controls

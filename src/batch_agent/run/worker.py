@@ -23,7 +23,7 @@ from batch_agent.errors import Cancelled, InputError, Interrupted, ReplayMismatc
 from batch_agent.events import JobStarted, RowTakenOver
 from batch_agent.job import AgentError, AgentResult, Failure, Job, Placed, is_interrupted
 from batch_agent.messages import JsonObject
-from batch_agent.record.journal import Journal, Trail
+from batch_agent.record.commits import Commits, Trail
 from batch_agent.record.keys import Keys
 from batch_agent.record.row_json import decode_row
 from batch_agent.record.steps import Past
@@ -53,7 +53,7 @@ class Worker:
     def __init__(
         self,
         leases: Leases,
-        journal: Journal,
+        commits: Commits,
         plan: Plan,
         resources: Resources,
         feed: Feed,
@@ -69,7 +69,7 @@ class Worker:
         ladder: Ladder | None = None,
     ) -> None:
         self.live: dict[int, Agent | Several] = {}
-        self._leases, self._journal, self._plan, self._r, self._feed = leases, journal, plan, resources, feed
+        self._leases, self._commits, self._plan, self._r, self._feed = leases, commits, plan, resources, feed
         self._function, self._asks_first = function, asks_first
         self._first, self._ladder = EntryDesk(resources, function, asks_first, voting), ladder
         self._keys, self._part_keys, self._left = keys, part_keys, left
@@ -219,10 +219,10 @@ class Worker:
         """Return the trail of an agent with this record. ``retries``: a failed one may be tried again. ``stays``: its
         end stays as it is, because a later entry of the cascade has begun."""
         if past is None:
-            return self._journal.trail(lease, identity)
+            return self._commits.trail(lease, identity)
         retried = retries and is_retried(lease, past)
         restarts = (past.several or not stays) and self._restarts(past, retried=retried)
-        return self._journal.trail(lease, identity, past, retried=retried, restarts=restarts)
+        return self._commits.trail(lease, identity, past, retried=retried, restarts=restarts)
 
     def _restarts(self, past: Past, *, retried: bool) -> bool:
         """Return whether a recorded row starts again in a new conversation: because it failed by its own fault, its
@@ -532,7 +532,7 @@ class Worker:
             self.on_unfinished(result)
         else:
             self._leases.ending.add(lease.row.index)
-            self._journal.publish(lease, result)
+            self._commits.publish(lease, result)
 
     def _tell_start(self, job: Job | AgentResult[object]) -> None:
         r, at = self._r, self._r.clock()

@@ -1,5 +1,5 @@
 """The record as agents use it: adding a step does not block; an agent waits only before a step that needs the record.
-``Trail`` is the record of one agent, ``Journal`` that of a worker.
+``Trail`` is the record of one agent, ``Commits`` that of a worker.
 
 Group commit: while one commit is being written, all new records are collected for the next one. A commit costs about
 the same for one record and for a thousand, so the disk does not limit how many agents run. All bookkeeping is on the
@@ -193,8 +193,8 @@ class Trail:
     the whole record."""
 
     __slots__ = (
-        "_commit",
-        "_journal",
+        "_commits",
+        "_latest",
         "_restarts",
         "agent",
         "checks",
@@ -211,7 +211,7 @@ class Trail:
 
     def __init__(
         self,
-        journal: Journal | None = None,
+        commits: Commits | None = None,
         lease: Lease = NOBODY,
         identity: Identity = NO_IDENTITY,
         past: Past | None = None,
@@ -220,13 +220,13 @@ class Trail:
         restarts: bool = False,
     ) -> None:
         """``past`` is the record of the agent. Without one, the agent gets a new number."""
-        self._journal, self.lease, self.identity = journal, lease, identity
+        self._commits, self.lease, self.identity = commits, lease, identity
         self.past = NOTHING if past is None else past.restarted() if restarts else past
         self._restarts = restarts  # and this is not recorded yet
         # Its number in the journal; 0 for all agents of a run without a record.
-        self.agent = past.agent if past is not None else 0 if journal is None else journal.new_agent()
-        self._commit = 0
-        self.records = journal is not None
+        self.agent = past.agent if past is not None else 0 if commits is None else commits.new_agent()
+        self._latest = 0
+        self.records = commits is not None
         self.retried = retried
         self.checks = lease.checks
         self.stays_failed = self.past.failed is not None and not retried  # its failure is not tried again
@@ -236,7 +236,7 @@ class Trail:
 
     def anew(self) -> Trail:
         """Return a trail of the same row without a record, for an agent that starts again."""
-        return Trail(self._journal, self.lease, self.identity)
+        return Trail(self._commits, self.lease, self.identity)
 
     @property
     def asked(self) -> bytes:
@@ -245,21 +245,21 @@ class Trail:
 
     def add(self, step: Step) -> None:
         """Record a step of this session. It is on disk after ``settle``."""
-        if self._journal is not None:
+        if self._commits is not None:
             if self._restarts:
                 self._restarts = False
-                self._journal.add(self, Restarted(self.past.spent or Used()))
-            self._commit = self._journal.add(self, step)
+                self._commits.add(self, Restarted(self.past.spent or Used()))
+            self._latest = self._commits.add(self, step)
 
     @property
     def is_settled(self) -> bool:
         """Whether all added steps are on disk."""
-        return self._journal is None or self._journal.has(self._commit)
+        return self._commits is None or self._commits.has(self._latest)
 
     async def settle(self) -> None:
         """Wait until all added steps are on disk. Raises StoreError if that is impossible."""
-        if self._journal is not None and not self._journal.has(self._commit):
-            await self._journal.durable(self._commit)
+        if self._commits is not None and not self._commits.has(self._latest):
+            await self._commits.durable(self._latest)
 
 
 NOWHERE = Trail()
@@ -315,7 +315,7 @@ class Claimant(Protocol):
         ...
 
 
-class Journal:
+class Commits:
     """Writes the steps and results of one worker. ``meter`` knows what it has spent. ``budget`` claims parts of a
     budget with the commits. ``on_committed`` is called with the places of rows that other workers have now, and with
     the leases of rows whose results are recorded; ``on_written`` after each commit. ``on_backlog`` is called with True
@@ -400,21 +400,21 @@ class Journal:
             self._wake()
 
     def has(self, commit: int) -> bool:
-        """Return whether that commit is on disk. Raises StoreError if the journal has failed."""
+        """Return whether that commit is on disk. Raises StoreError if a commit has failed."""
         if self._failure is not None:
             raise self._failure
         return commit <= self._durable
 
     def durable(self, commit: int) -> asyncio.Future[None]:
         """Return a future that is done when that commit, which is to come, is on disk. It raises StoreError if the
-        journal fails."""
+        commit fails."""
         waiter: asyncio.Future[None] = self._loop.create_future()
         self._waiters.setdefault(commit, []).append(waiter)
         return waiter
 
     def flush(self) -> asyncio.Future[None]:
         """Return a future that is done when everything added or published is on disk. It raises StoreError if the
-        journal has failed."""
+        commit has failed."""
         waiter: asyncio.Future[None] = self._loop.create_future()
         if self._failure is not None:
             waiter.set_exception(self._failure)
