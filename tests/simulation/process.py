@@ -301,17 +301,17 @@ class SimulatedCrew(ProcessCrew):
 
 
 def _desk_of(run: Run[object]) -> StoreDesk:
-    assert run.serving is not None
-    return run.serving.desk
+    assert run.record_server is not None
+    return run.record_server.desk
 
 
 async def join_later(session: Session, run: Run[object], count: int, seconds: float) -> None:
     """Let workers join a run that was alone, as ``batch-agent work DIR`` does."""
     await asyncio.sleep(seconds)
-    if run.serving is not None and not session.feeder.dead:
-        session.desk = run.serving.desk
+    if run.record_server is not None and not session.feeder.dead:
+        session.desk = run.record_server.desk
         try:
-            await run.serving.begin_sharing()
+            await run.record_server.begin_sharing()
         except SpecError as error:
             if "the run has ended" in str(error):  # at this moment
                 return

@@ -73,15 +73,15 @@ class Ray:
         """Let actors of the cluster work on a run, while this context is entered. Workers reach a record in Redis at
         its URL, and the record of this process through an actor on this node."""
         async with AsyncExitStack() as extent:
-            serving = run.serving
-            assert serving is not None, "a crew is started while its run works"
-            if await asyncio.to_thread(self.connect, user_modules(serving.specs())):
+            server = run.record_server
+            assert server is not None, "a crew is started while its run works"
+            if await asyncio.to_thread(self.connect, user_modules(server.specs())):
                 extent.push_async_callback(asyncio.to_thread, ray_package().shutdown)
-            target: object = serving.url
+            target: object = server.url
             if target is None:
-                target = await asyncio.to_thread(self._bridge, serving.path)
+                target = await asyncio.to_thread(self._bridge, server.path)
                 extent.push_async_callback(asyncio.to_thread, ray_package().kill, target)
-            workers = await extent.enter_async_context(RayWorkers(self, target, serving.fingerprint))
+            workers = await extent.enter_async_context(RayWorkers(self, target, server.fingerprint))
             async with asyncio.TaskGroup() as tasks:
                 lost = tasks.create_task(workers.lost())
                 yield

@@ -46,11 +46,11 @@ from batch_agent.run.leases import Leases
 from batch_agent.run.observers import is_observed
 from batch_agent.run.pilot import Pilot
 from batch_agent.run.promise import PromiseOfRun
+from batch_agent.run.record_server import RecordServer
 from batch_agent.run.recording import in_thread
 from batch_agent.run.resources import RunResources
 from batch_agent.run.rows import Rows
 from batch_agent.run.scoring import RunScoring, measured
-from batch_agent.run.serving import Serving
 from batch_agent.run.shared import Shared, health_change, labelled, open_shared, tell_unanswered
 from batch_agent.run.shares import Shares
 from batch_agent.run.sharing import Lending
@@ -238,7 +238,9 @@ class Opened:
         self.commits = recording.open_commits(store, number, *told, *late)
         self.resources = RunResources(prepared, shared, setup.id, setup.emit, setup.feed, leases, self.commits, feeder)
         url = str(prepared.spec.run_dir) if store.wait else None
-        self.serving = Serving(store, url, setup.facts_for_workers, self.begin_sharing, is_shared=setup.is_shared)
+        self.record_server = RecordServer(
+            store, url, setup.facts_for_workers, self.begin_sharing, is_shared=setup.is_shared
+        )
         own = shared, setup.controls, prepared.backend, store, store if setup.feeds else None, lease, number
         self._ledger = Shares(*own, feeder, leases, self.commits, requests=setup.requests)
 
@@ -330,7 +332,7 @@ class Opened:
         if setup.works:
             await self.leases.close()
         failed = await self._end_session(ended, str(failure or reason or failed or ""), failed)
-        await to_its_end(asyncio.ensure_future(self.serving.close()))
+        await to_its_end(asyncio.ensure_future(self.record_server.close()))
         self.commits.close()
         failed = await self._close_record(failed)
         return failure or failed

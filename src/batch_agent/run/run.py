@@ -43,9 +43,9 @@ from batch_agent.run.garbage import collecting_rarely
 from batch_agent.run.leases import Over
 from batch_agent.run.opened import Opened, Setup, supervise
 from batch_agent.run.pilot import Pilot, results_of_pilot
+from batch_agent.run.record_server import RecordServer
 from batch_agent.run.recording import open_record
 from batch_agent.run.scoring import gold_of_run, score_of_run
-from batch_agent.run.serving import Serving
 from batch_agent.run.shared import Shared
 from batch_agent.run.sharing import Lending
 from batch_agent.run.worker import Worker
@@ -350,16 +350,16 @@ class Run(Generic[T]):
     # Workers in other processes
 
     @property
-    def serving(self) -> Serving | None:
+    def record_server(self) -> RecordServer | None:
         """The server of the record while an outermost run works; else None."""
-        return self._opened.serving if self._opened is not None and self._setup.is_outermost else None
+        return self._opened.record_server if self._opened is not None and self._setup.is_outermost else None
 
     def serve(self) -> Path:
         """Make the record available to other processes of this machine, and return the path of the socket. Raises
         SpecError if other processes cannot work on the run."""
-        if self.serving is None:
+        if self.record_server is None:
             raise SpecError("the run has not begun yet, or it has ended")
-        return self.serving.path
+        return self.record_server.path
 
     async def begin_sharing(self, lender: Lending | None = None) -> None:
         """Let workers in other processes take rows of this run, which was alone until now. ``lender`` is that of the

@@ -18,7 +18,7 @@ from batch_agent.run.trust import fingerprint_of_things
 LEAVE_SECONDS = 5.0  # for workers to leave when the run has ended
 
 
-class Serving:
+class RecordServer:
     """Serves the record of a run. ``url`` is that of a record outside this process. ``facts`` returns what workers
     need; it raises SpecError if they cannot work on the run. ``share`` lets other processes take rows; it is called
     before the first one joins, unless the run ``is_shared`` from its start."""
