@@ -32,7 +32,7 @@ LONGEST = 200_000  # bytes of a message
 SHARED = "BATCH_AGENT_TEST_WARM"  # names the socket of a process that several processes of tests copy
 IMPORTS = (
     *("pytest", "batch_agent.cli.main", "batch_agent.cli.commands.run", "batch_agent.cli.commands.work"),
-    *("batch_agent.run.run", "batch_agent.run.joining", "batch_agent.testing"),
+    *("batch_agent.run.run", "batch_agent.run.joined_worker", "batch_agent.testing"),
     *("batch_agent.backends.engines.vllm", "batch_agent.backends.openai.responses", "docstring_parser"),
     *("pydantic.dataclasses", "encodings.idna", "tests.run.process_work", "redis.asyncio"),
 )

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from batch_agent.options import Worker
     from batch_agent.results import Results
     from batch_agent.run.interruption import Interruption
-    from batch_agent.run.joining import WorkReport
+    from batch_agent.run.joined_worker import WorkReport
     from batch_agent.run.run import Run
     from batch_agent.spec import BatchSpec
 
@@ -183,7 +183,7 @@ class BatchAgent(MapReduce):
         fingerprint that the feeder printed, or if both have one ``BATCH_AGENT_CLUSTER_SECRET``. Raises SpecError if
         this process cannot work on the run, and StoreError if there is no run.
         """
-        from batch_agent.run.joining import work
+        from batch_agent.run.joined_worker import work
 
         return await work(url, import_from=import_from, wait=wait, allow=allow, trust=trust)
 

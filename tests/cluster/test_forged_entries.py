@@ -15,7 +15,7 @@ from batch_agent.cli.main import main
 from batch_agent.record.address import StoreAddress
 from batch_agent.record.reader import look, open_run
 from batch_agent.record.redis.connection import connect
-from batch_agent.run.joining import work as join
+from batch_agent.run.joined_worker import work as join
 from batch_agent.testing import Request, Say, ScriptedServer
 
 ROWS = 6

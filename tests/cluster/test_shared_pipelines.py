@@ -19,8 +19,8 @@ from batch_agent import AgentContext, Pipeline, SpecError
 from batch_agent.files.results import to_json
 from batch_agent.record.address import StoreAddress
 from batch_agent.record.redis.store import RedisRunStore
-from batch_agent.run.joining import WorkReport
-from batch_agent.run.joining import work as join
+from batch_agent.run.joined_worker import WorkReport
+from batch_agent.run.joined_worker import work as join
 from batch_agent.run.trust import sign
 from batch_agent.testing import Request, Say, ScriptedServer
 

@@ -22,8 +22,8 @@ from batch_agent.messages import Message
 from batch_agent.record import row_json
 from batch_agent.record.address import StoreAddress
 from batch_agent.record.redis.store import RedisRunStore
-from batch_agent.run.joining import JoinedWorker, NoRunCame, WorkReport
-from batch_agent.run.joining import work as join
+from batch_agent.run.joined_worker import JoinedWorker, NoRunCame, WorkReport
+from batch_agent.run.joined_worker import work as join
 from batch_agent.run.trust import Trust, sign
 from batch_agent.testing import CallTools, Request, Say, ScriptedServer, ToolUse
 

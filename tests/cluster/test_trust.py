@@ -23,8 +23,8 @@ from batch_agent.errors import InputError, StoreError
 from batch_agent.record.address import StoreAddress
 from batch_agent.record.redis.connection import connect
 from batch_agent.record.redis.store import RedisRunStore
-from batch_agent.run.joining import open_store, prepare_recorded, prepare_worker
-from batch_agent.run.joining import work as join
+from batch_agent.run.joined_worker import open_store, prepare_recorded, prepare_worker
+from batch_agent.run.joined_worker import work as join
 from batch_agent.run.recording import facts_for_workers, versions
 from batch_agent.run.spec_json import FEEDERS, read_spec
 from batch_agent.run.trust import DIRECTORIES, NAMES, PLACES, Trust, fingerprint_of_things, sign, sign_file, things_of

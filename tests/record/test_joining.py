@@ -12,7 +12,7 @@ from tests.record.test_run_stores import RedisPlace, ServedDirectoryPlace, Serve
 
 from batch_agent.record.address import StoreAddress
 from batch_agent.record.store import WorkStore
-from batch_agent.run.joining import JoinedWorker, NoRunCame
+from batch_agent.run.joined_worker import JoinedWorker, NoRunCame
 from batch_agent.run.leases import Over
 from batch_agent.run.trust import Trust
 from batch_agent.testing.store_place import StorePlace, begin, facts, new_row

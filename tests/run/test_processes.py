@@ -25,7 +25,7 @@ from batch_agent.agent.prepare import prepare, with_model
 from batch_agent.errors import RunRejected
 from batch_agent.messages import Usage
 from batch_agent.record.reader import look
-from batch_agent.run.joining import prepare_worker
+from batch_agent.run.joined_worker import prepare_worker
 from batch_agent.run.recording import facts_for_workers, versions
 from batch_agent.run.trust import Trust
 from batch_agent.run.worker_processes import STARTS, STEADY_SECONDS, ProcessCrew

@@ -17,7 +17,7 @@ from batch_agent.errors import SpecError
 from batch_agent.record.address import StoreAddress
 from batch_agent.record.lock import Lock
 from batch_agent.record.redis.reading import run_names
-from batch_agent.run.joining import JoinedWorkers
+from batch_agent.run.joined_worker import JoinedWorkers
 from batch_agent.run.trust import Trust
 from batch_agent.serve import ServeOptions, batches, server
 from batch_agent.serve.catalog import Catalog, Tenant

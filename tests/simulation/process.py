@@ -42,7 +42,7 @@ from batch_agent.record.served import Answer as Answered
 from batch_agent.record.served import Call, ServedStore, StoreDesk, dump, load
 from batch_agent.record.sqlite import SqliteJournal
 from batch_agent.record.store import KeptStep, Lease
-from batch_agent.run.joining import JoinedWorker
+from batch_agent.run.joined_worker import JoinedWorker
 from batch_agent.run.run import Run
 from batch_agent.run.trust import Trust
 from batch_agent.run.worker_processes import REFUSED, ProcessCrew

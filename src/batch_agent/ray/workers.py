@@ -24,7 +24,7 @@ from batch_agent.files.compression import extra
 from batch_agent.messages import JsonObject
 from batch_agent.record.served import Answer, Call, Connections, ServedStore, dump, load
 from batch_agent.record.store import WorkStore
-from batch_agent.run.joining import WAIT, JoinedWorker, open_store
+from batch_agent.run.joined_worker import WAIT, JoinedWorker, open_store
 from batch_agent.run.trust import Trust
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from batch_agent.cli.spec.specfile import read_specfile
 from batch_agent.errors import SpecError
 from batch_agent.observe.text import harmless, rows
 from batch_agent.record.address import StoreAddress, place_of
-from batch_agent.run.joining import WAIT, JoinedWorkers, NoRunCame, WorkReport, work_at
+from batch_agent.run.joined_worker import WAIT, JoinedWorkers, NoRunCame, WorkReport, work_at
 from batch_agent.run.trust import Trust, things_of
 
 REFUSED, NOTHING_CAME = 2, 3

@@ -29,7 +29,7 @@ from batch_agent.messages import JsonObject
 from batch_agent.record.keys import row_of
 from batch_agent.record.reader import FinishedRows, RunReader, UnfinishedRow, row_name
 from batch_agent.record.rundir import stage_names
-from batch_agent.run.joining import prepare_worker, refuse_damaged
+from batch_agent.run.joined_worker import prepare_worker, refuse_damaged
 from batch_agent.run.trust import SECRET, Trust
 from batch_agent.topology.nodes import AgentNode, Item, carried_by
 from batch_agent.topology.reduce import ReduceNode
