@@ -18,8 +18,8 @@ from batch_agent.messages import Conversation, JsonObject, Message, Usage
 from batch_agent.record.memory import MemoryStore
 from batch_agent.record.store import Store, WorkStore
 from batch_agent.run.control import Controls
+from batch_agent.run.lending import Lending
 from batch_agent.run.shared import Shared
-from batch_agent.run.sharing import Lending
 from batch_agent.scheduler.server_state import ServerState, Terms
 from batch_agent.share.table import SLOTS, Allotment, Claim, Learnt, Steering, Table, steered
 from batch_agent.spec import BatchSpec

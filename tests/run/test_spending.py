@@ -11,7 +11,7 @@ from batch_agent.backends.base import ModelRequest, RequestShape
 from batch_agent.dispatch.spending import Spending
 from batch_agent.errors import BackendError, BadResponse, Interrupted, Rejected, Timeout, Unavailable
 from batch_agent.messages import Conversation, Message, Usage
-from batch_agent.run.sharing import WholeBudget
+from batch_agent.run.lending import WholeBudget
 from batch_agent.scheduler.budget import Amount
 from batch_agent.share.table import BUDGET_TOKENS, Grant
 from batch_agent.testing import virtual_clock

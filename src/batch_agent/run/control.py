@@ -14,8 +14,8 @@ from batch_agent.record.timeline import Line
 from batch_agent.trust.score import Score
 
 if TYPE_CHECKING:
+    from batch_agent.run.lending import Lending
     from batch_agent.run.run import Run
-    from batch_agent.run.sharing import Lending
 
 
 class Controls(Protocol):

@@ -33,10 +33,10 @@ from batch_agent.record.rundir import stage_names
 from batch_agent.record.served import FeederGone, open_served
 from batch_agent.record.store import LEASE, WorkStore
 from batch_agent.run.leases import Over
+from batch_agent.run.lending import Lending
 from batch_agent.run.recording import in_thread, versions
 from batch_agent.run.run import Run
 from batch_agent.run.shared_backends import SharedBackends
-from batch_agent.run.sharing import Lending
 from batch_agent.run.spec_json import ENTRY, imported, pieces, read_spec
 from batch_agent.run.trust import ROWS, Trust, owned
 

@@ -43,6 +43,7 @@ from batch_agent.run.control import Controls, Inside
 from batch_agent.run.delivery import Delivery
 from batch_agent.run.feeder import WAIT, Feeder
 from batch_agent.run.leases import Leases
+from batch_agent.run.lending import Lending
 from batch_agent.run.observers import is_observed
 from batch_agent.run.pilot import Pilot
 from batch_agent.run.promise import PromiseOfRun
@@ -53,7 +54,6 @@ from batch_agent.run.rows import Rows
 from batch_agent.run.scoring import RunScoring, measured
 from batch_agent.run.shared import Shared, health_change, labelled, open_shared, tell_unanswered
 from batch_agent.run.shares import Shares
-from batch_agent.run.sharing import Lending
 from batch_agent.run.spec_json import spec_json
 from batch_agent.run.timeline_writer import TimelineWriter
 from batch_agent.run.worker import Worker

@@ -37,7 +37,7 @@ from batch_agent.record.store import OBSERVED, Resuming, RunStore, Store
 from batch_agent.run.cascade import cascade_facts, with_recorded_models
 from batch_agent.run.changes import Changes, OnChange, options_of
 from batch_agent.run.control import Inside
-from batch_agent.run.sharing import WholeBudget, shared_budgets
+from batch_agent.run.lending import WholeBudget, shared_budgets
 from batch_agent.run.spec_json import pieces, schema_json, spec_json
 from batch_agent.run.trust import HOSTS, ROWS, hosts_of, join_line, sign
 from batch_agent.spec import BatchSpec

@@ -41,13 +41,13 @@ from batch_agent.run.changes import Changes, OnChange, compare
 from batch_agent.run.control import Controls, Inside
 from batch_agent.run.garbage import collecting_rarely
 from batch_agent.run.leases import Over
+from batch_agent.run.lending import Lending
 from batch_agent.run.opened import Opened, Setup, supervise
 from batch_agent.run.pilot import Pilot, results_of_pilot
 from batch_agent.run.record_server import RecordServer
 from batch_agent.run.recording import open_record
 from batch_agent.run.scoring import gold_of_run, score_of_run
 from batch_agent.run.shared import Shared
-from batch_agent.run.sharing import Lending
 from batch_agent.run.worker import Worker
 from batch_agent.spec import BatchSpec
 from batch_agent.tools.pool import ToolStatistics

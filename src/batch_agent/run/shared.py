@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from batch_agent.run.cascade import Ladder
     from batch_agent.run.changes import Changes
     from batch_agent.run.feeder import Feeder
-    from batch_agent.run.sharing import Lending
+    from batch_agent.run.lending import Lending
 
 logger = logging.getLogger("batch_agent")
 

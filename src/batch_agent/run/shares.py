@@ -18,8 +18,8 @@ from batch_agent.record.store import Store
 from batch_agent.run.control import Controls
 from batch_agent.run.feeder import Feeder
 from batch_agent.run.leases import Leases
+from batch_agent.run.lending import FEEDER, Lending
 from batch_agent.run.shared import Shared
-from batch_agent.run.sharing import FEEDER, Lending
 
 
 class Shares:

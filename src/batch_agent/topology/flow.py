@@ -47,6 +47,7 @@ from batch_agent.record.timeline import Line
 from batch_agent.results import Results, Summary
 from batch_agent.run.changes import Changes, OnChange
 from batch_agent.run.collecting import collect_all
+from batch_agent.run.lending import Lending
 from batch_agent.run.pilot import Pilot, outlook_of
 from batch_agent.run.recording import open_record
 from batch_agent.run.rows import Rows, UniqueIds
@@ -54,7 +55,6 @@ from batch_agent.run.run import Run
 from batch_agent.run.scoring import OPTIONS as SCORE_OPTIONS
 from batch_agent.run.shared import Shared
 from batch_agent.run.shared_backends import SharedBackends, Wrap
-from batch_agent.run.sharing import Lending
 from batch_agent.run.spec_json import spec_json
 from batch_agent.run.trust import HOSTS, hosts_of
 from batch_agent.spec import BatchSpec
