@@ -37,6 +37,7 @@ from batch_agent.record.commits import to_its_end
 from batch_agent.record.keys import Keys
 from batch_agent.record.store import LEASE, RunStore, Store, WorkStore
 from batch_agent.run import recording
+from batch_agent.run.budget import RunBudget
 from batch_agent.run.cascade import Ladder, look_for_models
 from batch_agent.run.changes import OnChange
 from batch_agent.run.control import Controls, Inside
@@ -53,7 +54,6 @@ from batch_agent.run.resources import RunResources
 from batch_agent.run.rows import Rows
 from batch_agent.run.scoring import RunScoring, measured
 from batch_agent.run.shared import Shared, health_change, labelled, open_shared, tell_unanswered
-from batch_agent.run.shares import Shares
 from batch_agent.run.spec_json import spec_json
 from batch_agent.run.timeline_writer import TimelineWriter
 from batch_agent.run.worker import Worker
@@ -242,7 +242,7 @@ class Opened:
             store, url, setup.facts_for_workers, self.begin_sharing, is_shared=setup.is_shared
         )
         own = shared, setup.controls, prepared.backend, store, store if setup.feeds else None, lease, number
-        self._ledger = Shares(*own, feeder, leases, self.commits, requests=setup.requests)
+        self._ledger = RunBudget(*own, feeder, leases, self.commits, requests=setup.requests)
 
     # Its work
 

@@ -1,7 +1,7 @@
 """The ledger and the limits of an outermost run: all of them, or one worker's shares of them.
 
 A run whose only worker is in its own process holds everything, and pays nothing for sharing. When another process
-joins, the ledger moves into the table of shares, from which each worker gets its part (``sharing``).
+joins, the ledger moves into the table of shares, from which each worker gets its part (``lending``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from batch_agent.run.lending import FEEDER, Lending
 from batch_agent.run.shared import Shared
 
 
-class Shares:
+class RunBudget:
     """The ledger and the limits. ``requests`` are the present requests of the user. ``record`` is the record of a run
     that this process feeds. ``number`` is that of the worker in this process."""
 
