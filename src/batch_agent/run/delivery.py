@@ -106,15 +106,15 @@ class Delivery(Generic[T]):
             self._pilot.took(result)
         if self._consumer is None:
             self._ready.append(result)
-            self._say_backlog()
             self._wake()
-            return
-        try:
-            self._consumer(result)
-        except BaseException as error:  # the caller of ``pass_to`` gets it  # noqa: BLE001
-            self._consumer = None
-            if self._taker is not None and not self._taker.done():
-                self._taker.set_exception(error)
+        else:
+            try:
+                self._consumer(result)
+            except BaseException as error:  # the caller of ``pass_to`` gets it  # noqa: BLE001
+                self._consumer = None
+                if self._taker is not None and not self._taker.done():
+                    self._taker.set_exception(error)
+        self._say_backlog()
 
     def close(self, failure: BaseException | None = None) -> None:
         """End the results. The consumer gets the failure, if any, after the last one."""
