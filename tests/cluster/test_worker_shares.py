@@ -19,7 +19,7 @@ from batch_agent.record.memory import MemoryStore
 from batch_agent.record.store import Store, WorkStore
 from batch_agent.run.control import Controls
 from batch_agent.run.lending import Lending
-from batch_agent.run.shared import Shared
+from batch_agent.run.shared_state import SharedState
 from batch_agent.scheduler.server_state import ServerState, Terms
 from batch_agent.share.table import SLOTS, Allotment, Claim, Learnt, Steering, Table, steered
 from batch_agent.spec import BatchSpec
@@ -87,12 +87,12 @@ class Steerable:
         return lambda *arguments: self.asked.append(" ".join([name, *map(str, arguments)]))
 
 
-def worker(store: TableInMemory, seconds: float = 15.0) -> tuple[Lending, Shared, Dispatcher, Probed]:
+def worker(store: TableInMemory, seconds: float = 15.0) -> tuple[Lending, SharedState, Dispatcher, Probed]:
     backend = Probed()
     dispatcher = Dispatcher(cast(Any, backend), 8, servers={"backend": ServerState("backend")}, terms=Terms(8))
     spending = Spending(BatchSpec(inputs=["a"], task="{input}"), None, lambda _: None, lambda _: None)
     shared = SimpleNamespace(dispatchers={"backend": dispatcher}, spending=spending)
-    return Lending(Store(cast(WorkStore, store)), "me", seconds), cast(Shared, shared), dispatcher, backend
+    return Lending(Store(cast(WorkStore, store)), "me", seconds), cast(SharedState, shared), dispatcher, backend
 
 
 async def until(condition: Any) -> None:
@@ -166,7 +166,7 @@ async def test_workers_whose_next_calls_fit_the_budget_only_alone_take_turns() -
             spending = Spending(spec, None, lambda _: None, lambda _: None)
             lending = Lending(Store(store), name)
             spending.start(commit=lending.soon, shared=True)
-            shared = cast(Shared, SimpleNamespace(dispatchers={}, spending=spending))
+            shared = cast(SharedState, SimpleNamespace(dispatchers={}, spending=spending))
             at_work = lending.at_work(shared, cast(Controls, Steerable()), cast(Backend, ScriptedBackend([])))
             await members.enter_async_context(at_work)
             workers.create_task(ask_three_times(spending, name))

@@ -19,7 +19,7 @@ from batch_agent.run.control import Controls
 from batch_agent.run.feeder import Feeder
 from batch_agent.run.leases import Leases
 from batch_agent.run.lending import FEEDER, Lending
-from batch_agent.run.shared import Shared
+from batch_agent.run.shared_state import SharedState
 
 
 class RunBudget:
@@ -28,7 +28,7 @@ class RunBudget:
 
     def __init__(
         self,
-        shared: Shared,
+        shared: SharedState,
         controls: Controls,
         backend: Backend,
         store: Store,

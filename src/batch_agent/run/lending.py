@@ -29,8 +29,8 @@ from batch_agent.messages import JsonObject
 from batch_agent.record.commits import to_its_end
 from batch_agent.record.store import LEASE, Store
 from batch_agent.run.control import Controls
-from batch_agent.run.shared import Shared
 from batch_agent.run.shared_calls import SharedCalls
+from batch_agent.run.shared_state import SharedState
 from batch_agent.run.trust import hostfile_of, layers, sign_file
 from batch_agent.scheduler.budget import Amount
 from batch_agent.scheduler.server import Endpoint
@@ -138,7 +138,7 @@ class Lending:
                 layer.once = self.once
 
     @asynccontextmanager
-    async def at_work(self, shared: Shared, controls: Controls, backend: Backend) -> AsyncIterator[None]:
+    async def at_work(self, shared: SharedState, controls: Controls, backend: Backend) -> AsyncIterator[None]:
         self.share_answers(backend)
         self._stop_using(shared)
         beats: asyncio.Task[None] | None = None
@@ -156,7 +156,7 @@ class Lending:
                 self._lost.cancel()
             await self._leave(shared)
 
-    async def _beats(self, shared: Shared, controls: Controls) -> None:
+    async def _beats(self, shared: SharedState, controls: Controls) -> None:
         while True:
             await asyncio.sleep(GAP)
             with suppress(TimeoutError):
@@ -167,7 +167,7 @@ class Lending:
             except StoreError as error:
                 logger.warning("the shares of this worker could not be renewed: %s", error)
 
-    async def _beat(self, shared: Shared, controls: Controls) -> None:
+    async def _beat(self, shared: SharedState, controls: Controls) -> None:
         loop = asyncio.get_running_loop()
         self._wanted.clear()
         self._places = dict(self._find_places(shared))
@@ -200,7 +200,7 @@ class Lending:
         if rows:
             await self._store.report_rows(rows)
 
-    async def _leave(self, shared: Shared) -> None:
+    async def _leave(self, shared: SharedState) -> None:
         """Return unused shares. If the store is unreachable, all of them count as used."""
         self._stop_using(shared)
         claims = {name: _final(name, place.claim()) for name, place in self._find_places(shared)}
@@ -217,7 +217,7 @@ class Lending:
 
     # Claims
 
-    def _find_places(self, shared: Shared) -> Iterator[tuple[str, Pot]]:
+    def _find_places(self, shared: SharedState) -> Iterator[tuple[str, Pot]]:
         for name, dispatcher in shared.dispatchers.items():
             whole = dispatcher.scheduler.max_inflight
             if whole is not None:
@@ -271,7 +271,7 @@ class Lending:
 
     # Grants
 
-    def _apply(self, shared: Shared, beat: Allotment, sent: float) -> None:
+    def _apply(self, shared: SharedState, beat: Allotment, sent: float) -> None:
         for name, grant in beat.grants.items():
             self._places[name].apply(min(grant.held, grant.fair))
             self._places[name].learn(grant)
@@ -282,14 +282,14 @@ class Lending:
             shared.spending.grant_time(sent, time.held / DOLLAR, time.fair / DOLLAR)
         self._wake(shared)
 
-    def _stop_using(self, shared: Shared) -> None:
+    def _stop_using(self, shared: SharedState) -> None:
         """Send nothing until the next beat. The budget stays usable, because no other worker gets this share."""
         for name, place in self._find_places(shared):
             if not name.startswith(BUDGET):
                 place.apply(0)
         self._wake(shared)
 
-    def _wake(self, shared: Shared) -> None:
+    def _wake(self, shared: SharedState) -> None:
         for dispatcher in shared.dispatchers.values():
             for endpoint in dispatcher.scheduler.endpoints:
                 dispatcher.scheduler.touch(endpoint)
@@ -299,7 +299,7 @@ class Lending:
 
     # Reports of other workers
 
-    def _learn(self, shared: Shared, beat: Allotment) -> None:
+    def _learn(self, shared: SharedState, beat: Allotment) -> None:
         for report in beat.learnt.get(BUDGET, ()):
             if report.down:
                 shared.spending.exhaust(report.reason)
@@ -340,7 +340,7 @@ class Lending:
                     controls.cancel_row(row) if action == "cancel-row" else controls.retry_row(row)
 
 
-def _endpoints(shared: Shared) -> Iterator[tuple[str, Dispatcher, Endpoint]]:
+def _endpoints(shared: SharedState) -> Iterator[tuple[str, Dispatcher, Endpoint]]:
     """Yield the endpoints with the names that all workers use for them."""
     for name, dispatcher in shared.dispatchers.items():
         for endpoint in dispatcher.scheduler.endpoints:

@@ -53,7 +53,7 @@ from batch_agent.run.recording import in_thread
 from batch_agent.run.resources import RunResources
 from batch_agent.run.rows import Rows
 from batch_agent.run.scoring import RunScoring, measured
-from batch_agent.run.shared import Shared, health_change, labelled, open_shared, tell_unanswered
+from batch_agent.run.shared_state import SharedState, health_change, labelled, open_shared, tell_unanswered
 from batch_agent.run.spec_json import spec_json
 from batch_agent.run.timeline_writer import TimelineWriter
 from batch_agent.run.worker import Worker
@@ -81,7 +81,7 @@ class Setup:
     function: InnerWorker | None
     open_record: Callable[[BatchSpec], RunStore]
     work_on: WorkStore | None
-    outer: Shared | None
+    outer: SharedState | None
     stage: str
     row_schema: type[object] | None
     inside: Inside | None

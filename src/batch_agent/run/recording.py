@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from batch_agent.dispatch.spending import Spending
     from batch_agent.run.feeder import Feeder
     from batch_agent.run.leases import Leases
-    from batch_agent.run.shared import Shared
+    from batch_agent.run.shared_state import SharedState
 
 R = TypeVar("R")
 logger = logging.getLogger("batch_agent")
@@ -321,7 +321,7 @@ def open_commits(
     number: int,
     spending: Spending,
     metrics: Metrics,
-    outer: Shared | None,
+    outer: SharedState | None,
     feeder: Feeder | None,
     sent: SentWork,
     leases: Leases,

@@ -30,7 +30,7 @@ from batch_agent.run.cache_watch import cache_watch, touches_for
 from batch_agent.run.cascade import EntryDesk
 from batch_agent.run.feeder import Feeder
 from batch_agent.run.leases import Leases
-from batch_agent.run.shared import Shared
+from batch_agent.run.shared_state import SharedState
 from batch_agent.run.worker import Worker
 from batch_agent.tools.pool import ToolPool
 
@@ -42,7 +42,7 @@ class RunResources:
     def __init__(
         self,
         prepared: Prepared,
-        shared: Shared,
+        shared: SharedState,
         run: str,
         emit: Emit,
         feed: Feed,

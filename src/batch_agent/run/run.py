@@ -47,7 +47,7 @@ from batch_agent.run.pilot import Pilot, results_of_pilot
 from batch_agent.run.record_server import RecordServer
 from batch_agent.run.recording import open_record
 from batch_agent.run.scoring import gold_of_run, score_of_run
-from batch_agent.run.shared import Shared
+from batch_agent.run.shared_state import SharedState
 from batch_agent.run.worker import Worker
 from batch_agent.spec import BatchSpec
 from batch_agent.tools.pool import ToolStatistics
@@ -78,7 +78,7 @@ class Run(Generic[T]):
         worker: InnerWorker | None = None,
         record: Callable[[BatchSpec], RunStore] = open_record,
         work_on: WorkStore | None = None,
-        within: Shared | None = None,
+        within: SharedState | None = None,
         stage: str = "",
         row_schema: type[object] | None = None,
         inside: Inside | None = None,

@@ -29,7 +29,7 @@ from batch_agent.record.lock import Lock
 from batch_agent.record.redis.reading import delete_run, run_names
 from batch_agent.run.recording import in_thread as in_whole_thread
 from batch_agent.run.run import Run
-from batch_agent.run.shared import Shared
+from batch_agent.run.shared_state import SharedState
 from batch_agent.serve import ServeOptions
 from batch_agent.serve.asking import (
     line_spec,
@@ -82,7 +82,7 @@ class ServedBatches:
         self,
         catalog: Catalog,
         models: ServedModels,
-        shared: Shared,
+        shared: SharedState,
         line_scheduler: LineScheduler,
         options: ServeOptions,
         notify: Callable[[], None],

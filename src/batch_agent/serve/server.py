@@ -31,7 +31,7 @@ from batch_agent.observe.metrics import Clock
 from batch_agent.record.address import StoreAddress
 from batch_agent.record.lock import Lock
 from batch_agent.run.observers import Observers
-from batch_agent.run.shared import Shared
+from batch_agent.run.shared_state import SharedState
 from batch_agent.run.spec_json import spec_json
 from batch_agent.run.trust import join_line
 from batch_agent.serve import ServeOptions
@@ -209,7 +209,7 @@ class BatchService:
         except OSError as error:
             raise SpecError(f"cannot open {self.options.data}: {error}") from None
 
-    def _share(self) -> Shared:
+    def _share(self) -> SharedState:
         """Return the slots that all batches and interactive requests share."""
         options = self.options
         spec = BatchSpec(
@@ -236,7 +236,7 @@ class BatchService:
         dispatchers = {self.models.name: dispatcher}
         nothing = TypedSink()
         nothing.handlers = {}  # runs make no events for it
-        return Shared(clock, nothing, dispatcher, spending, dispatchers, None, None, Observers(), paced=True)
+        return SharedState(clock, nothing, dispatcher, spending, dispatchers, None, None, Observers(), paced=True)
 
     @property
     def joining(self) -> str:

@@ -53,8 +53,8 @@ from batch_agent.run.recording import open_record
 from batch_agent.run.rows import Rows, UniqueIds
 from batch_agent.run.run import Run
 from batch_agent.run.scoring import OPTIONS as SCORE_OPTIONS
-from batch_agent.run.shared import Shared
 from batch_agent.run.shared_backends import SharedBackends, Wrap
+from batch_agent.run.shared_state import SharedState
 from batch_agent.run.spec_json import spec_json
 from batch_agent.run.trust import HOSTS, hosts_of
 from batch_agent.spec import BatchSpec
@@ -565,7 +565,7 @@ class InputSource:
         self._ids = UniqueIds()
         self._reader: asyncio.Task[None] | None = None
 
-    async def pump(self, shared: Shared) -> None:
+    async def pump(self, shared: SharedState) -> None:
         """Read the inputs as they are needed. It has a feed, so that it stops when nothing new may start."""
         self._reader = asyncio.current_task()
         feed = shared.dispatcher.feed(self.stop)
@@ -626,7 +626,7 @@ class FunctionNode:
         self._why = why
         self._inlet.close()
 
-    async def pump(self, shared: Shared) -> None:
+    async def pump(self, shared: SharedState) -> None:
         try:
             while items := await self._inlet.take_all():
                 made = chain.from_iterable(map(self.make, items))
@@ -715,7 +715,7 @@ class KeyNode(FunctionNode):
         yield item
 
 
-async def _until_time_is_up(function: Callable[[], T], shared: Shared) -> T:
+async def _until_time_is_up(function: Callable[[], T], shared: SharedState) -> T:
     """Run a function in a thread. Raises Interrupted when the run's time is up; the thread is then abandoned."""
     if shared.spending.time_is_up:
         raise shared.spending.refusal()

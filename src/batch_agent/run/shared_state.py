@@ -44,7 +44,7 @@ logger = logging.getLogger("batch_agent")
 
 
 @dataclass(slots=True, eq=False)
-class Shared:
+class SharedState:
     """``dispatchers`` are those of all backends, by name; ``dispatcher`` is this run's. ``pool``, ``store``,
     ``commits`` and ``lender`` are set while the outermost run works; ``lender`` only if several processes do.
     ``paced``: the inputs of inner runs come only when an agent may start. ``observed``: the outermost run has
@@ -76,7 +76,7 @@ class Shared:
             self.changes.close()
         await self.observers.close()
 
-    def inside(self, prepared: Prepared, run: str, emit: Sink, on_health: OnHealth, stage: str) -> Shared:
+    def inside(self, prepared: Prepared, run: str, emit: Sink, on_health: OnHealth, stage: str) -> SharedState:
         """Return the state of a run inside this one: its slots are those of its backend."""
         if self.spending.rows is not None:
             self.spending.rows.stage(stage, run)
@@ -131,7 +131,7 @@ class Shared:
         waiting = sum(of.scheduler.waiting for of in self.dispatchers.values())
         return LiveNumbers(endpoints, waiting, None if self.commits is None else self.commits.lag)
 
-    async def is_time_spent(self, record: Store | None, outer: Shared | None) -> bool:
+    async def is_time_spent(self, record: Store | None, outer: SharedState | None) -> bool:
         """Return whether earlier sessions have spent the whole budget on running time. ``outer`` is the outer run of a
         stage; if its budget is spent, it has no workers."""
         if outer is not None:
@@ -192,7 +192,7 @@ def open_shared(
     on_health: OnHealth,
     directory: Path | None,
     on_exhausted: Callable[[str], None],
-) -> Shared:
+) -> SharedState:
     """Return the state of an outermost run."""
     dispatchers: dict[str, Dispatcher] = {}
     spending = open_spending(prepared, dispatchers, on_exhausted)
@@ -202,7 +202,7 @@ def open_shared(
             dispatcher.spending = spending
     rate_mark = None if directory is None else RateMark(directory)
     own = dispatchers[prepared.backend.name]
-    return Shared(clock, emit, own, spending, dispatchers, directory, rate_mark, Observers())
+    return SharedState(clock, emit, own, spending, dispatchers, directory, rate_mark, Observers())
 
 
 def open_spending(
@@ -297,7 +297,7 @@ def tell_unanswered(emit: Sink, run: str, clock: Clock, error: BackendError | No
         emit(HealthChanged(clock(), run, "", "down", str(error), clock.at(since), clock.at(until)))
 
 
-def labelled(shared: Shared, backend: str | None) -> list[LabelledEndpoint]:
+def labelled(shared: SharedState, backend: str | None) -> list[LabelledEndpoint]:
     """Return the endpoints of all backends, or of one, with the models that runs use there."""
     places = shared.dispatchers if backend is None else {backend: shared.dispatcher}
     models = {name: ", ".join(sorted(shared.models.get(name, ()))) for name in places}
