@@ -27,8 +27,8 @@ from batch_agent.record.redis.connection import connect
 from batch_agent.record.redis.store import RedisRunStore
 from batch_agent.record.row_json import decode_result, encode_result
 from batch_agent.record.rundir import JOURNAL
-from batch_agent.record.served import Answer, Call, Connections, ServedStore, StoreDesk, StoreServer, open_served
 from batch_agent.record.store import Commit, Lease, Resuming, RowChange, RunStore, WorkStore
+from batch_agent.record.store_server import Answer, Call, Connections, ServedStore, StoreDesk, StoreServer, open_served
 from batch_agent.testing.run_store_contract import RunStoreContract
 from batch_agent.testing.store_place import (
     FRESH,

@@ -34,7 +34,7 @@ from batch_agent.job import AgentResult
 from batch_agent.messages import Usage
 from batch_agent.observe.numbers import of_record
 from batch_agent.record.reader import look, open_run
-from batch_agent.record.served import open_served
+from batch_agent.record.store_server import open_served
 from batch_agent.run.joined_worker import JoinedWorker, NoRunCame, work
 from batch_agent.run.run import Run
 from batch_agent.run.trust import Trust

@@ -38,10 +38,10 @@ from batch_agent.messages import Reply
 from batch_agent.record.codec import decode
 from batch_agent.record.directory import DirectoryStore
 from batch_agent.record.memory import MemoryStore
-from batch_agent.record.served import Answer as Answered
-from batch_agent.record.served import Call, ServedStore, StoreDesk, dump, load
 from batch_agent.record.sqlite import SqliteJournal
 from batch_agent.record.store import KeptStep, Lease
+from batch_agent.record.store_server import Answer as Answered
+from batch_agent.record.store_server import Call, ServedStore, StoreDesk, dump, load
 from batch_agent.run.joined_worker import JoinedWorker
 from batch_agent.run.run import Run
 from batch_agent.run.trust import Trust

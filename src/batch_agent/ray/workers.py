@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast
 from batch_agent.errors import RunRejected, RunUnreachable, SpecError, StoreError
 from batch_agent.files.compression import extra
 from batch_agent.messages import JsonObject
-from batch_agent.record.served import Answer, Call, Connections, ServedStore, dump, load
 from batch_agent.record.store import WorkStore
+from batch_agent.record.store_server import Answer, Call, Connections, ServedStore, dump, load
 from batch_agent.run.joined_worker import WAIT, JoinedWorker, open_store
 from batch_agent.run.trust import Trust
 

@@ -2,7 +2,7 @@
 
 A row's result is not kept apart from its lines in the result files: a worker of the next session computes it again from
 the row's steps, under the schema of that session. All files belong to the process that feeds the run; other processes
-on this machine reach them through ``served``.
+on this machine reach them through ``store_server``.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """A record in the memory of this process: the queue, the leases, the results and the shares of the workers.
 
-It is the whole record of a run without a run directory. The record of a run directory (``sqlite``) adds files to it.
-Other processes reach it through ``served``. No worker outlives the process that has the queue, so no row is leased when
-the store is opened. A lease of an earlier opening is never valid: its place names the opening.
+It is the whole record of a run without a run directory. The record of a run directory (``directory``) adds files to it.
+Other processes reach it through ``store_server``. No worker outlives the process that has the queue, so no row is
+leased when the store is opened. A lease of an earlier opening is never valid: its place names the opening.
 
-One lock makes each call atomic. Calls that write files do so without the lock, so that the event loop never waits for
-a disk.
+One lock makes each call atomic. Calls that write files do so without the lock, so that the event loop never waits for a
+disk.
 """
 
 from __future__ import annotations

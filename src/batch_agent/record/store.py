@@ -1,11 +1,10 @@
 """The protocol between a run and its record. Every run has a record: in memory, in a run directory, or in Redis.
 
 A record has the queue of rows, their leases, their steps and results, the shares of its workers, the calls that run
-once for all of them, and the requests that control the run. Three stores implement it: ``local`` (memory), ``sqlite``
-(a run directory) and ``redis``; ``served`` makes the first two available to other processes. Every call may block, is
-atomic, and may come from any thread. It raises StoreError if the record cannot be written or read. A call of a worker
-that is repeated after its answer was lost has the effect of one call. A run makes its calls through ``Store``, which
-does not block.
+once for all of them, and the requests that control the run. Three stores implement it: ``memory``, ``directory`` and
+``redis``; ``store_server`` makes the first two available to other processes. Every call may block, is atomic, and may
+come from any thread. It raises StoreError if the record cannot be written or read. A call of a worker that is repeated
+after its answer was lost has the effect of one call. A run makes its calls through ``Store``, which does not block.
 
 All times are by the store's clock: no call carries a worker's clock. ``share.table`` decides how limits are divided.
 """

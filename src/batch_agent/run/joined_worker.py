@@ -30,8 +30,8 @@ from batch_agent.record.reader import look
 from batch_agent.record.redis.reading import run_names
 from batch_agent.record.redis.store import RedisRunStore
 from batch_agent.record.rundir import stage_names
-from batch_agent.record.served import FeederGone, open_served
 from batch_agent.record.store import LEASE, WorkStore
+from batch_agent.record.store_server import FeederGone, open_served
 from batch_agent.run.leases import Over
 from batch_agent.run.lending import Lending
 from batch_agent.run.recording import in_thread, versions

@@ -11,8 +11,8 @@ from typing import cast
 from batch_agent.blocking import on_this_loop
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
-from batch_agent.record.served import StoreDesk, StoreServer
 from batch_agent.record.store import Store
+from batch_agent.record.store_server import StoreDesk, StoreServer
 from batch_agent.run.trust import fingerprint_of_things
 
 LEAVE_SECONDS = 5.0  # for workers to leave when the run has ended
