@@ -24,7 +24,7 @@ from batch_agent.dispatch.control import ControlCall, ControlObserver, OnControl
 from batch_agent.dispatch.endpoints import EndpointMonitor, OnHealth, OnLimit
 from batch_agent.dispatch.feed import Feed
 from batch_agent.dispatch.hedging import SecondRequests, hedged
-from batch_agent.dispatch.policy import Observer, Policy, Question, Questions, Replies
+from batch_agent.dispatch.policy import Observer, Policy, Question, Questions, Replies, TakenBack
 from batch_agent.dispatch.probing import Probed
 from batch_agent.dispatch.slots import Slots
 from batch_agent.dispatch.spending import Call, Spending
@@ -231,6 +231,8 @@ class Dispatcher:
                 observer.failed(error, seconds, cost, None)
                 if ticket.control:
                     raise error
+                if slot.taken_back:
+                    raise TakenBack
                 raise Interrupted(self._cut_off or "the run was drained before the server began with this job")
             wanted = attempts != policy.max_attempts and (policy.wanted is None or policy.wanted(error))
             step = await self.endpoints.decisions.step(
@@ -487,7 +489,7 @@ class Dispatcher:
 
     def _cut(self, grace: float, told: Callable[[str], None]) -> None:
         now = self.slots.loop.time()
-        left = self.endpoints.flights.withdraw(now)
+        left = self.endpoints.flights.withdraw_all(now)
         if left:
             names = ", ".join(list(dict.fromkeys(name for name, _ in left if name))[:MOST_NAMED])
             oldest = max(now - sent_at for _, sent_at in left)

@@ -13,6 +13,10 @@ from batch_agent.messages import Reply
 Replies: TypeAlias = Sequence[Reply | JobError]
 
 
+class TakenBack(Exception):
+    """The request was cancelled because its caller wants to ask later. No failure of the row, nor of the server."""
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
     """How one request is sent. ``timeout``: seconds for one attempt. ``hedge``: seconds after which the request is also

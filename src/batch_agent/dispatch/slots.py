@@ -282,19 +282,25 @@ class Flights:
         slot.recalled = False
         self._at[slot.endpoint][slot][0].reschedule(inf)
 
-    def withdraw(self, now: float, only: Collection[Question] | None = None) -> list[tuple[str, float]]:
-        """Recall all requests, or those of the questions in ``only``, for good: their callers get ``Interrupted``.
-        Returns the row of each request, if it is known, and when the request was sent."""
+    def withdraw_all(self, now: float) -> list[tuple[str, float]]:
+        """Recall all requests for good. Returns the row of each request, if it is known, and when the request was
+        sent."""
         left: list[tuple[str, float]] = []
-        chosen = None if only is None else set(map(id, only))
         for flights in self._at.values():
             for slot, (deadline, question, _, _) in flights.items():
-                if chosen is not None and id(question) not in chosen:
-                    continue
                 slot.withdrawn = slot.recalled = True
                 deadline.reschedule(min(deadline.when, now))
                 left.append(("" if question.request is None else question.request.job_id, slot.sent_at))
         return left
+
+    def take_back(self, questions: Iterable[Question], now: float) -> None:
+        """Recall the requests of these questions: their callers get ``TakenBack`` and may ask again."""
+        chosen = set(map(id, questions))
+        for flights in self._at.values():
+            for slot, (_, question, _, _) in flights.items():
+                if id(question) in chosen:
+                    slot.withdrawn = slot.taken_back = True
+                    self.recall(slot, now)
 
     def recall_all(self, endpoint: Endpoint, now: float) -> None:
         for slot in self.at(endpoint):

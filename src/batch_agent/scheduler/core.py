@@ -101,6 +101,7 @@ class Slot:
     answers_before: int  # answers of the server when it was sent
     overdue: bool = False  # a trial that took too long; it continues beside the next one
     recalled: bool = False  # the dispatcher withdrew it
+    taken_back: bool = False  # recalled because its caller wants to ask later
     withdrawn: bool = False  # recalled for good: the run is being drained, and the server has not begun with it
     heard_at: float = 0.0  # when a part of its answer was last passed on; then it cannot move any more
     reservation: Reservation | None = None  # its part of the endpoint's rate limits, while it is in flight

@@ -51,13 +51,13 @@ class TenantAccount:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class StartedLine:
-    """A line that was started. ``sent_at``: loop time at which its request was sent, or 0. ``taken_back``: the
-    question whose request was cancelled because people came."""
+    """A line that was started. ``sent_at``: loop time at which its request was sent, or 0. ``taken_back``: its request
+    was cancelled once because people came."""
 
     sent_at: float = 0.0
     endpoint: str = ""  # to which it was sent
     question: Question | None = None  # that was sent
-    taken_back: Question | None = None
+    taken_back: bool = False
 
 
 class LineSource(ABC):
@@ -181,14 +181,14 @@ class LineScheduler:
             young = sorted(filter(self._is_young, lines), key=lambda line: line.sent_at, reverse=True)
             chosen = young[: max(0, self._moving() - limit)]
             for line in chosen:
-                line.taken_back = line.question
-            self._dispatcher.endpoints.flights.withdraw(now, [line.question for line in chosen if line.question])
+                line.taken_back = True
+            self._dispatcher.endpoints.flights.take_back([line.question for line in chosen if line.question], now)
         self.touch()
 
     def _is_young(self, line: StartedLine) -> bool:
         """Return whether little work is lost if the request of a line is cancelled. No line is cancelled twice."""
         since = asyncio.get_running_loop().time() - YOUNG_SECONDS
-        return line.endpoint in self._engines and line.sent_at > since and line.taken_back is None
+        return line.endpoint in self._engines and line.sent_at > since and not line.taken_back
 
     # Batches
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from batch_agent.agent.dialogue import Dialogue
 from batch_agent.backends.base import ModelRequest, RequestShape
+from batch_agent.dispatch.policy import TakenBack
 from batch_agent.dispatch.row_channel import RowChannel
 from batch_agent.door import RequestRefused
 from batch_agent.errors import BackendError, Interrupted, Timeout
@@ -241,9 +242,7 @@ class RunningBatch(LineSource):
             except BackendError as error:  # the record keeps only its message
                 self._refused[granted.line.number] = refused_for(error)
                 raise
-            except Interrupted:
-                if granted.taken_back is None or granted.taken_back is not granted.question:
-                    raise
+            except TakenBack:
                 await self._turn(granted)
         granted.tokens = answer.tokens
         account = self._line_scheduler.account(self.tenant)
