@@ -7,42 +7,31 @@ joins, the ledger moves into the table of shares, from which each worker gets it
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING
 
-from batch_agent.backends.base import Backend
 from batch_agent.errors import SpecError
-from batch_agent.messages import JsonObject
 from batch_agent.record.commits import Commits
 from batch_agent.record.store import Store
-from batch_agent.run.control import Controls
 from batch_agent.run.feeder import Feeder
 from batch_agent.run.leases import Leases
 from batch_agent.run.lending import FEEDER, Lending
-from batch_agent.run.shared_state import SharedState
+
+if TYPE_CHECKING:
+    from batch_agent.run.opened import Setup
 
 
 class RunBudget:
-    """The ledger and the limits. ``requests`` are the present requests of the user. ``record`` is the record of a run
-    that this process feeds. ``number`` is that of the worker in this process."""
+    """The ledger and the limits. ``number`` is that of the worker in this process. ``feeder`` is None if another
+    process feeds the run."""
 
     def __init__(
-        self,
-        shared: SharedState,
-        controls: Controls,
-        backend: Backend,
-        store: Store,
-        record: Store | None,
-        lease: float,
-        number: int,
-        feeder: Feeder | None,
-        leases: Leases | None,
-        commits: Commits | None,
-        *,
-        requests: Mapping[str, JsonObject],
+        self, setup: Setup, store: Store, number: int, feeder: Feeder | None, leases: Leases, commits: Commits
     ) -> None:
-        self._shared, self._controls, self._requests, self._backend = shared, controls, requests, backend
-        self._store, self._record, self._lease, self._number = store, record, lease, number
+        self._shared, self._controls, self._requests = setup.shared, setup.controls, setup.requests
+        self._backend, self._lease = setup.prepared.backend, setup.lease
+        self._store, self._record, self._number = store, store if setup.feeds else None, number
         self._feeder, self._leases, self._commits = feeder, leases, commits
         self._extent = AsyncExitStack()
         self._changing = asyncio.Lock()  # held while the ledger starts, and while another process joins
@@ -62,8 +51,7 @@ class RunBudget:
                         spending.start(before, learnt, lender.soon, shared=True)
                         await self._at_work(lender)
                     else:
-                        keeps = commits is not None and self._store.writes
-                        spending.start(before, learnt, commits.touch if commits is not None and keeps else None)
+                        spending.start(before, learnt, commits.touch if self._store.writes else None)
                 try:
                     yield
                 finally:
@@ -94,8 +82,7 @@ class RunBudget:
         lender = Lending(self._store, name, self._lease)
         if feeder is not None:
             await lender.begin(self._backend)
-        if self._leases is not None:
-            self._leases.on_need = lender.soon
+        self._leases.on_need = lender.soon
         shared.lender = lender
         for request in self._requests.values() if feeder is not None else ():
             lender.steer(request)  # only this process has applied it so far

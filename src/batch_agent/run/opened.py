@@ -222,7 +222,7 @@ class Opened:
     ) -> None:
         number, generation = writer.number, writer.generation
         self._run, self.setup, self.store, self.number = run, setup, store, number
-        prepared, shared = setup.prepared, setup.shared
+        shared = setup.shared
         sent = recording.SentWork(setup.id, setup.emit)
         if writer.observed and not setup.feeds:
             sent.send_events()
@@ -236,13 +236,12 @@ class Opened:
         late = partial(setup.backlog, "journal"), partial(shared.set_overdue, setup.id)
         told = shared.spending, setup.metrics, setup.outer, feeder, sent, leases
         self.commits = recording.open_commits(store, number, *told, *late)
-        self.resources = RunResources(prepared, shared, setup.id, setup.emit, setup.feed, leases, self.commits, feeder)
-        url = str(prepared.spec.run_dir) if store.wait else None
+        self.resources = RunResources(setup, leases, self.commits, feeder)
+        self._budget = RunBudget(setup, store, number, feeder, leases, self.commits)
+        url = str(setup.prepared.spec.run_dir) if store.wait else None
         self.record_server = RecordServer(
             store, url, setup.facts_for_workers, self.begin_sharing, is_shared=setup.is_shared
         )
-        own = shared, setup.controls, prepared.backend, store, store if setup.feeds else None, lease, number
-        self._ledger = RunBudget(*own, feeder, leases, self.commits, requests=setup.requests)
 
     # Its work
 
@@ -251,7 +250,7 @@ class Opened:
         setup, shared = self.setup, self.setup.shared
         async with AsyncExitStack() as extent:
             if setup.is_outermost:
-                await extent.enter_async_context(self._ledger.opened(is_shared=setup.is_shared))
+                await extent.enter_async_context(self._budget.opened(is_shared=setup.is_shared))
                 if setup.crew is not None:
                     await extent.enter_async_context(setup.crew.at_work(self._run))
             elif shared.lender is not None:
@@ -298,7 +297,7 @@ class Opened:
             return
         setup.is_shared = True
         if setup.is_outermost:
-            await self._ledger.begin_sharing()
+            await self._budget.begin_sharing()
         elif lender is not None:
             setup.shared.lender = lender
             self._lend(lender)

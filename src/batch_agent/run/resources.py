@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 from batch_agent.agent.agent import InnerWorker, tool_loop
 from batch_agent.agent.cascade import union_of_tools
@@ -19,39 +20,29 @@ from batch_agent.agent.touches import Touches
 from batch_agent.agent.user_worker import RunModels, open_worker
 from batch_agent.dispatch.calibration import calibration
 from batch_agent.dispatch.dispatcher import Dispatcher
-from batch_agent.dispatch.feed import Feed
 from batch_agent.dispatch.load_poller import poll_load
 from batch_agent.dispatch.policy import Policy
 from batch_agent.errors import SpecError
-from batch_agent.observe.metrics import Emit
 from batch_agent.record.commits import Commits, ShapeDigests
 from batch_agent.record.keys import Keys
 from batch_agent.run.cache_watch import cache_watch, touches_for
 from batch_agent.run.cascade import EntryDesk
 from batch_agent.run.feeder import Feeder
 from batch_agent.run.leases import Leases
-from batch_agent.run.shared_state import SharedState
 from batch_agent.run.worker import Worker
 from batch_agent.tools.pool import ToolPool
 
+if TYPE_CHECKING:
+    from batch_agent.run.opened import Setup
+
 
 class RunResources:
-    """What a worker works with. ``run`` is the id of the run. ``feeder`` is None if another process feeds the run.
-    ``prewarm`` is set if tool calls are started before a model asks for them."""
+    """What a worker works with. ``feeder`` is None if another process feeds the run. ``prewarm`` is set if tool calls
+    are started before a model asks for them."""
 
-    def __init__(
-        self,
-        prepared: Prepared,
-        shared: SharedState,
-        run: str,
-        emit: Emit,
-        feed: Feed,
-        leases: Leases,
-        commits: Commits,
-        feeder: Feeder | None,
-    ) -> None:
-        self._prepared, self._shared, self._run, self._emit, self._feed = prepared, shared, run, emit, feed
-        self._leases, self._commits, self._feeder = leases, commits, feeder
+    def __init__(self, setup: Setup, leases: Leases, commits: Commits, feeder: Feeder | None) -> None:
+        self._setup, self._leases, self._commits, self._feeder = setup, leases, commits, feeder
+        self._prepared, self._shared = setup.prepared, setup.shared
         self._worker: Worker | None = None  # since it was opened
         self.prewarm: ToolPrewarm | None = None
 
@@ -73,7 +64,8 @@ class RunResources:
         prepared, shared, spec = self._prepared, self._shared, self._prepared.spec
         loops = inner is None and spec.worker is None  # the tool loop processes the rows
         touches = touches_for(prepared, shared.dispatcher) if loops else None
-        watch = cache_watch(prepared.plan, shared.dispatcher.scheduler, self._emit, self._run, shared.clock, touches)
+        emit, run = self._setup.emit, self._setup.id
+        watch = cache_watch(prepared.plan, shared.dispatcher.scheduler, emit, run, shared.clock, touches)
         async with (
             self._tools() as pool,
             open_tool_prewarm(spec, pool) as self.prewarm,
@@ -94,7 +86,7 @@ class RunResources:
                 self._commits,
                 prepared.plan,
                 resources,
-                self._feed,
+                self._setup.feed,
                 function,
                 asks_first=loops,
                 keys=Keys(rows_under(prepared, inner)),
@@ -145,8 +137,8 @@ class RunResources:
             schema=prepared.schema,
             shared=prepared.plan.shared,
             shapes=prepared.shapes,
-            emit=self._emit,
-            run=self._run,
+            emit=self._setup.emit,
+            run=self._setup.id,
             clock=shared.clock,
             max_turns=spec.turn_limit if loops else spec.max_turns,
             timeout_per_agent=spec.timeout_per_agent,
