@@ -229,11 +229,7 @@ class Dispatcher:
                 self.slots.release(slot)
             if ticket.control or slot.withdrawn:
                 observer.failed(error, seconds, cost, None)
-                if ticket.control:
-                    raise error
-                if slot.taken_back:
-                    raise TakenBack
-                raise Interrupted(self._cut_off or "the run was drained before the server began with this job")
+                raise error if ticket.control else self._withdrawn(slot)
             wanted = attempts != policy.max_attempts and (policy.wanted is None or policy.wanted(error))
             step = await self.endpoints.decisions.step(
                 slot,
@@ -250,6 +246,12 @@ class Dispatcher:
                 raise error
             drop_frames(error)
             await self.slots.again(slot, delay)
+
+    def _withdrawn(self, slot: Slot) -> Exception:
+        """Return why a request that was withdrawn is not sent again here."""
+        if slot.taken_back:
+            return TakenBack()
+        return Interrupted(self._cut_off or "the run was drained before the server began with this job")
 
     def _settle(
         self, spending: Spending, call: Call | None, request: ModelRequest | None, reply: Reply
@@ -489,7 +491,7 @@ class Dispatcher:
 
     def _cut(self, grace: float, told: Callable[[str], None]) -> None:
         now = self.slots.loop.time()
-        left = self.endpoints.flights.withdraw_all(now)
+        left = self.endpoints.flights.withdraw(now)
         if left:
             names = ", ".join(list(dict.fromkeys(name for name, _ in left if name))[:MOST_NAMED])
             oldest = max(now - sent_at for _, sent_at in left)

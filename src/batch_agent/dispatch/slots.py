@@ -282,25 +282,18 @@ class Flights:
         slot.recalled = False
         self._at[slot.endpoint][slot][0].reschedule(inf)
 
-    def withdraw_all(self, now: float) -> list[tuple[str, float]]:
-        """Recall all requests for good. Returns the row of each request, if it is known, and when the request was
-        sent."""
-        left: list[tuple[str, float]] = []
+    def withdraw(self, now: float, only: Collection[Question] | None = None) -> list[tuple[str, float]]:
+        """Recall all requests for good, or only those of some questions, whose callers get ``TakenBack``. Returns the
+        row of each request, if it is known, and when the request was sent."""
+        left, chosen = list[tuple[str, float]](), set(map(id, only or ()))
         for flights in self._at.values():
             for slot, (deadline, question, _, _) in flights.items():
-                slot.withdrawn = slot.recalled = True
-                deadline.reschedule(min(deadline.when, now))
-                left.append(("" if question.request is None else question.request.job_id, slot.sent_at))
+                if only is None or id(question) in chosen:
+                    slot.taken_back = only is not None
+                    slot.withdrawn = slot.recalled = True
+                    deadline.reschedule(min(deadline.when, now))
+                    left.append(("" if question.request is None else question.request.job_id, slot.sent_at))
         return left
-
-    def take_back(self, questions: Iterable[Question], now: float) -> None:
-        """Recall the requests of these questions: their callers get ``TakenBack`` and may ask again."""
-        chosen = set(map(id, questions))
-        for flights in self._at.values():
-            for slot, (_, question, _, _) in flights.items():
-                if id(question) in chosen:
-                    slot.withdrawn = slot.taken_back = True
-                    self.recall(slot, now)
 
     def recall_all(self, endpoint: Endpoint, now: float) -> None:
         for slot in self.at(endpoint):

@@ -182,7 +182,7 @@ class LineScheduler:
             chosen = young[: max(0, self._moving() - limit)]
             for line in chosen:
                 line.taken_back = True
-            self._dispatcher.endpoints.flights.take_back([line.question for line in chosen if line.question], now)
+            self._dispatcher.endpoints.flights.withdraw(now, [line.question for line in chosen if line.question])
         self.touch()
 
     def _is_young(self, line: StartedLine) -> bool:
