@@ -68,7 +68,8 @@ MOST_ENDED = 1000  # number of the latest ended calls that waiting workers can s
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """A call that ``member`` runs, or whose result is kept until ``until``."""
+    """A call that is run once for all workers. ``member`` runs it; after its end, its result is kept until
+    ``until``."""
 
     member: str
     token: str
@@ -79,7 +80,7 @@ class _Shared:
 
 
 class MemoryStore:
-    """``clock`` returns monotonic seconds, ``wall`` the time of day, by which a next process continues."""
+    """The store. ``clock`` returns monotonic seconds; ``wall`` the time of day, which a next process continues."""
 
     wait, group, window = 0.0, 1, 1024
     gathering, writes, lasts = 0.0, False, False
@@ -145,7 +146,7 @@ class MemoryStore:
     # What a store with files does in addition
 
     def _begin(self, facts: JsonObject, resuming: Resuming) -> JsonObject | None:
-        """Begin a session in the files. Returns the facts before it."""
+        """Begin a session in the files. Returns the facts of the session before, or None."""
         previous = self._facts
         if previous is not None and not (resuming.resume or resuming.force):
             raise SpecError("this run was fed before: resume it")
@@ -170,11 +171,11 @@ class MemoryStore:
         return ()
 
     def _keeps_past(self) -> bool:
-        """Whether ``claim`` may find something."""
+        """Whether ``claim`` may find steps of earlier sessions."""
         return False
 
     def _write_table(self, table: JsonObject) -> None:
-        """Write the table of shares before a worker gets its shares: it holds the budget."""
+        """Write the table of shares before a worker gets its shares, because the table has the budget."""
 
     def _open_stage(self, name: str) -> MemoryStore:
         return MemoryStore(self._clock, self._wall)
@@ -364,7 +365,7 @@ class MemoryStore:
 
     @property
     def unstarted(self) -> int:
-        """Number of rows that are there to be leased, apart from those whose lease has expired."""
+        """The number of rows that can be leased, without rows whose lease has expired."""
         return len(self._fresh) + len(self._returned)
 
     def take(self, worker: int, most: int, wait: float) -> list[Lease]:
@@ -499,7 +500,7 @@ class MemoryStore:
         changes: Sequence[RowChange],
         recorded: Sequence[tuple[KeptStep, ...]],
     ) -> None:
-        """Apply a commit that is written to the queue. ``recorded`` are the steps of each change as they were
+        """Apply a commit to the queue after it was written. ``recorded`` are the steps of each change as they were
         written."""
         in_files, ended = self.writes and worker in self._here, False
         for order, change, steps in zip(held, changes, recorded, strict=True):

@@ -42,8 +42,9 @@ class Identity:
 @value_type
 class Spent:
     """What was spent, and what was done for it: by a worker since its latest commit, or by a whole session. ``nano`` is
-    the cost in units of 1e-9 $; None if no price is known. ``counts`` are the numbers of its statistics by name, for
-    the summary of the feeder. ``events`` are its events as lines of JSON, for the observers of the feeder."""
+    the cost in units of 1e-9 $; None if no price is known. ``counts`` are numbers of the worker's statistics by name,
+    which the feeder adds to its summary. ``events`` are its events as lines of JSON, for the observers of the
+    feeder."""
 
     tokens: int = 0
     nano: int | None = None
@@ -66,7 +67,8 @@ class Spent:
 
 @value_type
 class Totals:
-    """The rows that a session has ended, of which ``resumed`` came from the record, and what it has spent."""
+    """The number of rows that a session has ended, of which ``resumed`` came from the record, and what the session has
+    spent."""
 
     ok: int = 0
     failed: int = 0
@@ -153,7 +155,7 @@ class Lease:
         return self.row.index
 
     def bare(self) -> Lease:
-        """Return what a store needs to know the lease again."""
+        """Return the lease without the parts that a store does not need to find it again."""
         row = self.row
         return Lease(Row(row.index, row.key, row.content, None), self.place, self.token, name=self.name)
 
@@ -185,8 +187,8 @@ class Commit:
 
 @value_type
 class SharedResult:
-    """A result, in the order in which rows ended. ``position`` is where to continue reading. ``own``: the row was fed
-    in the session of the feeder that reads, so the feeder delivers it. ``value`` is the input of a row whose result
+    """A result, in the order in which rows ended. ``position`` is where reading continues. ``own``: the row was fed in
+    the session of the feeder that reads, so that this feeder delivers it. ``value`` is the input of a row whose result
     came as JSON, if the store has it."""
 
     position: str
@@ -199,7 +201,8 @@ class SharedResult:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Numbers of rows: queued and not begun, leased, and ended in this session. ``fed``: every input was fed."""
+    """Numbers of rows: those that are queued and have not begun, that are leased, and that have ended in this session.
+    ``fed``: every input was fed."""
 
     unstarted: int = 0
     leased: int = 0
@@ -238,8 +241,9 @@ class FeederSession:
 
 @value_type
 class Adoption:
-    """A row that takes over a recorded row, ``row``: the number of its agent in a directory, its name in Redis. ``key``
-    and ``content`` identify the row from now on. ``forced``: its answer is one to another question, kept by force."""
+    """A row that takes over a recorded row. ``row`` is the recorded one: the number of its agent in a directory, its
+    name in Redis. ``key`` and ``content`` identify the row from now on. ``forced``: its answer belongs to another
+    question and is kept by force."""
 
     row: int | str
     key: bytes
@@ -249,9 +253,9 @@ class Adoption:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRow:
-    """A row as it is recorded. ``name`` is that of ``Adoption.row``. ``key`` is b"" if the row has no answer to its
-    question, ``row`` is the digest of its input, if the store knows it. ``rank``: 0 it has an answer, 1 it has begun, 2
-    it failed. ``index`` is that of its input, if the store knows it."""
+    """A row in the record. ``name`` has the form of ``Adoption.row``. ``key`` is b"" if the row has no answer to its
+    question. ``row`` is the digest of its input, if the store knows it. ``rank``: 0 if it has an answer, 1 if it has
+    begun, 2 if it failed. ``index`` is the position of its input, if the store knows it."""
 
     name: int | str
     key: bytes
@@ -262,12 +266,12 @@ class RecordedRow:
 
 @dataclass(frozen=True, slots=True)
 class Resuming:
-    """How to use existing records. ``force``: rows keep their answers even if the spec changed. ``retry``: the types of
-    failure that are retried; True means all, False none. ``drop``: earlier results are no longer results of the
-    run, unless a row claims them. ``cut``: rows whose answer was cut at max_tokens are asked again. ``decides``:
-    workers decide again, from the steps of each row, which of its answers stays. ``adopted``: rows that take over the
-    record of another one, before the first row is fed. ``answered``: rows that failed and that people have answered,
-    with the digests of their inputs: they are not retried."""
+    """How to use an existing record. ``force``: rows keep their answers even if the spec changed. ``retry``: the types
+    of failure that are retried; True means all, False none. ``drop``: earlier results no longer belong to the run,
+    unless a row claims them. ``cut``: rows whose answer was cut at max_tokens are asked again. ``decides``: workers
+    decide again, from the steps of each row, which of its answers stays. ``adopted``: rows that take over the record of
+    another row, before the first row is fed. ``answered``: failed rows that people have answered, with the digests of
+    their inputs; they are not retried."""
 
     resume: bool = False
     force: bool = False
@@ -285,9 +289,9 @@ class Resuming:
 
 @dataclass(frozen=True, slots=True)
 class SharedCall:
-    """State of a call when a worker asks for it. ``mine``: this worker runs it and reports its end. ``theirs``: another
-    worker runs it, under ``token``. ``done``: ``text`` is its result. ``position`` is where to continue reading the
-    stream of ended calls."""
+    """The state of a call when a worker asks for it. ``mine``: this worker must run it and report its end. ``theirs``:
+    another worker runs it, under ``token``. ``done``: ``text`` is its result. ``position`` is where reading of the
+    stream of ended calls continues."""
 
     state: Literal["mine", "theirs", "done"]
     token: str

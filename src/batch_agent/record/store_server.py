@@ -81,7 +81,7 @@ class FeederGone(StoreError):
 
 
 class _Plain(pickle.Unpickler):
-    """Reads only plain data and the values that a record exchanges."""
+    """Unpickles only plain data and the values that a record exchanges."""
 
     def find_class(self, module: str, name: str) -> object:
         if module in MODULES or (module == "builtins" and name in BUILTINS):
@@ -172,8 +172,8 @@ def _has_begun(store: RunStore) -> bool:
 
 
 def _sent(lease: Lease) -> Lease:
-    """Return a row as it is sent: its input as JSON, and its job if that can be sent too; else the worker compiles the
-    row again. A row that cannot be sent fails alone, at the worker."""
+    """Return a row in the form in which it is sent: its input as JSON, and its job if that can be sent; otherwise the
+    worker compiles the row again. A row that cannot be sent fails alone, at the worker."""
     row = lease.row
     job, compiled, identity = row.job, None, (b"", b"")
     try:
@@ -268,12 +268,12 @@ class StoreServer:
 
     @property
     def is_used(self) -> bool:
-        """Whether a process that joined is still connected. It closes its connections when it has left."""
+        """Whether a process that joined is still connected. A process closes its connections when it has left."""
         with self._lock:
             return any(self._open.values())
 
     def _dismiss(self, connection: socket.socket) -> None:
-        """Hand back the rows of workers that have no connection left: their process has ended."""
+        """Hand back the rows of workers without a connection, because their process has ended."""
         with self._lock:
             workers = self._open.pop(connection, set())
             gone = workers - {each for others in self._open.values() for each in others}

@@ -382,8 +382,9 @@ def shared_budgets(spending: Spending) -> list[str]:
 
 
 class WholeBudget:
-    """The budget of a run whose only worker is in this process. Each commit of its record claims what the worker may
-    spend until the next one, in the table of shares. When other workers join, ``Lending`` claims it."""
+    """The budget of a run whose only worker is in this process. With each commit of its record, the worker claims in
+    the table of shares what it may spend until the next commit. When other workers join, ``Lending`` makes the
+    claims."""
 
     def __init__(self, spending: Spending, session: int) -> None:
         self._spending, self.member = spending, f"{FEEDER}{session}"

@@ -590,7 +590,8 @@ class RedisRunStore:
         return int(self._lease * 1000) if self.polite else 0
 
     def _may_look(self) -> bool:
-        """Return whether to look for expired leases. Not just after an outage: other workers could not renew theirs."""
+        """Return whether to look for expired leases. False just after an outage, in which other workers could not renew
+        theirs."""
         now = time.monotonic()
         if not self.polite:
             return True
@@ -627,7 +628,8 @@ class RedisRunStore:
 
     @contextmanager
     def _present(self) -> Iterator[None]:
-        """Explain the error of a run that was deleted meanwhile."""
+        """Raise an error that says that the run was deleted meanwhile, if that is the cause of an error in the
+        block."""
         try:
             yield
         except StoreError as error:
