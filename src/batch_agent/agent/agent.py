@@ -404,8 +404,10 @@ class Agent:
             await self._run_calls(new, pending, known, keys, early, writes=bool(writes))
         finally:
             for place in writes:
+                if place in known:
+                    self._note_write(calls[place], known[place])
                 # Nor may one that did not start be mistaken for a begun write: then it would never be made.
-                if place not in known and not (place in pending and pending[place].has_begun):
+                elif not (place in pending and pending[place].has_begun):
                     self._withdraw(place, keys[place])
             for key in map(keys.__getitem__, new):
                 if self.replay is not None and key is not None:
@@ -438,7 +440,6 @@ class Agent:
                     every.set_exception(end)
                 return
             known[place] = outcome = CallOutcome(end.text, end.ok, images=end.images)
-            self._note_write(call, outcome)
             # Recorded at once: another call may run for hours. A tool that a worker names may be added later.
             if self.trail.records and (self.worker is None or r.tools.knows(call.name)):
                 with suppress(StoreError):  # the agent gets the error at its next step
@@ -480,11 +481,9 @@ class Agent:
 
     def _note_write(self, call: ToolCall, outcome: CallOutcome) -> None:
         """Note a call that may have written, for the later entries of a cascade."""
-        tools = self.r.tools
-        if tools.knows(call.name) and not tools.can_start_early(call.name):
-            digest = call_digest(call.name, call.arguments)
-            end = CallEnded(digest, 0, "", "", outcome.ok, outcome.text, outcome.images)
-            self.written.append((digest, True, end))
+        digest = call_digest(call.name, call.arguments)
+        end = CallEnded(digest, 0, "", "", outcome.ok, outcome.text, outcome.images)
+        self.written.append((digest, True, end))
 
     def _recorded(self, replay: WorkReplay, place: int, call: ToolCall) -> tuple[Key, CallOutcome | None]:
         """Return the digest and number of a call that begins, and its recorded outcome or None. ``place`` is its place

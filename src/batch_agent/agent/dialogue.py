@@ -328,7 +328,7 @@ class Dialogue:
                 if compactor is not None and compactor.context is not None:
                     fitted = await self._made_to_fit(shape, digest, compactor)
                 while reply is None:
-                    if self._follows and trail.records and agent.ticket is None and not trail.is_settled:
+                    if self._follows and trail.records and agent.ticket is None:
                         await trail.settle()  # before later steps depend on it
                     turn = self._turn(fitted)
                     question = turn if send is None else send(turn.request)

@@ -663,7 +663,8 @@ class Recorder(TypedSink):
     def add(self, span: Span) -> None:
         if len(self._spans) < WAITING:
             self._spans.append(span)
-        self._notice()
+        if self.on_event is not None:
+            self.on_event()
 
     def _notice(self) -> None:
         if self.on_event is not None:

@@ -251,11 +251,6 @@ class Trail:
                 self._commits.add(self, Restarted(self.past.spent or Used()))
             self._latest = self._commits.add(self, step)
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether all added steps are on disk."""
-        return self._commits is None or self._commits.has(self._latest)
-
     async def settle(self) -> None:
         """Wait until all added steps are on disk. Raises StoreError if that is impossible."""
         if self._commits is not None and not self._commits.has(self._latest):
