@@ -11,6 +11,7 @@ from batch_agent.swarm import AgentEndpoint, AgentPool, VLLMPool
 from batch_agent.testing import virtual_clock
 
 
+@virtual_clock
 async def test_a_slow_server_gets_what_it_can_do_and_no_more() -> None:
     most_are_done = asyncio.Event()
 
