@@ -56,7 +56,7 @@ class Interruption:
 
     def __exit__(self, *exception: object) -> None:
         for number, before in self._before.items():
-            signal.signal(number, before)
+            signal.signal(number, signal.SIG_DFL if before is None else before)  # None: not installed by Python
         self._before.clear()
 
     def request(self) -> bool:
