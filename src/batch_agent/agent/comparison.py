@@ -158,7 +158,8 @@ def measured_speed(run: Path) -> float:
 
 def _offer(provider: str, model: str, prices: Prices, plans: Sequence[DryRun]) -> Offer:
     costs = [cost for plan in plans if (cost := plan.cost_at(prices)) is not None]
-    cached, uncached = sum(cost[0] for cost in costs), sum(cost[1] for cost in costs)
+    cached = sum(cost[0] for cost in costs)
+    uncached = sum(cost[1] for cost in costs)
     return Offer(provider, model, cached, uncached, BATCH_PRICE * uncached if f"{provider}-batch" in SCHEMES else None)
 
 

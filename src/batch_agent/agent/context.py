@@ -306,7 +306,8 @@ class BlockingContext(WorkerContext):
 
     def __init__(self, agent: Agent, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(agent)
-        self._context, self._loop = AgentContext(agent), loop
+        self._context = AgentContext(agent)
+        self._loop = loop
 
     def ask(
         self,

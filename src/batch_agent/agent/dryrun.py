@@ -280,7 +280,8 @@ class DryRun:
             yield "advice", f"{text}: before the first field they are computed once, which saves {saved} tokens"
         if description.warning:
             yield "warning", description.warning
-        tokens, context = estimate_tokens(description.first_prompt), prepared.spec.model_max_context
+        tokens = estimate_tokens(description.first_prompt)
+        context = prepared.spec.model_max_context
         if tokens > MANY_TOKENS and context is None:
             size = f"{len(description.first_prompt):,} characters, about {tokens:,} tokens"
             advice = "give model_max_context, and oversized='chunk' for rows that do not fit"
@@ -405,8 +406,12 @@ def most_cost(prepared: Prepared, least: int | None = None) -> float | None:
     has no more. With tools, or with pictures and files, only the context of the model bounds a prompt. Reads all
     inputs, so it may take long.
     """
-    spec, prices, inputs = prepared.spec, prepared.prices, prepared.spec.inputs
-    turns, answer, context = spec.turn_limit, spec.max_tokens, spec.model_max_context
+    spec = prepared.spec
+    prices = prepared.prices
+    inputs = prepared.spec.inputs
+    turns = spec.turn_limit
+    answer = spec.max_tokens
+    context = spec.model_max_context
     known = prices is not None and prices.tiers and turns is not None and spec.worker is None
     if not known or prices is None or turns is None or spec.oversized != "fail" or isinstance(inputs, AsyncIterable):
         return None

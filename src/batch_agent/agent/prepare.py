@@ -169,7 +169,8 @@ def _prepare_cascade(spec: BatchSpec, *, sends: bool, confined: bool) -> Prepare
         )
         for place, (entry, own) in enumerate(specs_of_later(spec, first, rule), start=2)
     )
-    own, people = str(first_entry.get("name") or ""), entries[-1] == PEOPLE
+    own = str(first_entry.get("name") or "")
+    people = entries[-1] == PEOPLE
     cascade = Cascade(own, label_of(first_entry), later, people, rule, spec)
     prepared = _with_shared_backends(replace(first, cascade=cascade))
     if spec.truth == "last":
@@ -621,7 +622,9 @@ def with_model(prepared: Prepared, name: str) -> Prepared:
 async def learn_context(prepared: Prepared) -> Prepared:
     """Return the run with the context length that an entered backend reports, if the user gave none. The server still
     decides whether a row fits, because it counts tokens exactly. Only a row that is to be cut uses the length."""
-    spec, backend, context = prepared.spec, prepared.backend, prepared.context
+    spec = prepared.spec
+    backend = prepared.backend
+    context = prepared.context
     if backend.capabilities.reports_context:
         with suppress(BackendError, TimeoutError):
             async with asyncio.timeout(PROBE):

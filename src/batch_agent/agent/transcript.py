@@ -29,7 +29,8 @@ def conversations(shared: Conversation, past: Past) -> Iterator[tuple[Message, .
 
 def transcript(job: Job, shared: Conversation, schema: OutputSchema[object] | None, past: Past) -> tuple[Message, ...]:
     """Return the messages that ``AgentResult.messages`` had."""
-    messages, said = [*shared.messages, Message("user", content_of(job))], repairs(schema, past)
+    messages = [*shared.messages, Message("user", content_of(job))]
+    said = repairs(schema, past)
     for number, turn in enumerate(past.turns, start=1):
         reply = turn.reply
         messages.append(reply.message())

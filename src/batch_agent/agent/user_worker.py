@@ -75,7 +75,8 @@ class UserWorker:
     def __init__(
         self, function: Callable[..., Any], prepared: Prepared, gateway: Gateway, spending: Spending | None = None
     ) -> None:
-        self.gateway, directory = gateway, directory_of(prepared.spec.run_dir)
+        self.gateway = gateway
+        directory = directory_of(prepared.spec.run_dir)
         self.places = Workplaces(directory)
         self.fingerprint = fingerprint_of(prepared).hex()
         self._function = function
@@ -140,7 +141,8 @@ class UserWorker:
         try:
             returned, error = await in_thread(call)
         except asyncio.CancelledError:
-            given_up, self._stuck = True, self._stuck + 1
+            given_up = True
+            self._stuck = self._stuck + 1
             raise
         if inspect.iscoroutine(returned):
             returned.close()
@@ -241,7 +243,9 @@ class GatewayRow:
     """A row as the gateway uses it: requests of the row's clients become requests of the row."""
 
     def __init__(self, agent: Agent, worker: UserWorker, backend: Backend) -> None:
-        self._agent, self._worker, self._backend = agent, worker, backend
+        self._agent = agent
+        self._worker = worker
+        self._backend = backend
 
     @property
     def model(self) -> str:
@@ -278,7 +282,11 @@ class CallRow:
     conversation: the record has the result of the call."""
 
     def __init__(self, r: Resources, prepared: Prepared, spending: Spending, index: int, job_id: str) -> None:
-        self._r, self._prepared, self._spending, self._index, self._job_id = r, prepared, spending, index, job_id
+        self._r = r
+        self._prepared = prepared
+        self._spending = spending
+        self._index = index
+        self._job_id = job_id
 
     @property
     def model(self) -> str:
@@ -303,7 +311,8 @@ class CallRow:
             client=request.client_body,
         )
         tally = Tally(r.emit.metrics.agent(r.run, self._index))
-        call, turn = client_call(r, question, live), TurnCall(r, question, self._index, tally, None, None)
+        call = client_call(r, question, live)
+        turn = TurnCall(r, question, self._index, tally, None, None)
         progress = AgentForecast(FIRST, model=shape.model)  # a started row waits for the answer
         ticket = r.dispatcher.slots.claim(progress, FIRST)
         return await r.dispatcher.ask(call, r.policy, ticket=ticket, observer=turn)
@@ -313,8 +322,11 @@ class RunModels:
     """Keys for the programs that tools start. The gateway opens with the first key."""
 
     def __init__(self, r: Resources, prepared: Prepared, spending: Spending) -> None:
-        self._r, self._prepared, self._spending = r, prepared, spending
-        self._stack, self._opening = AsyncExitStack(), asyncio.Lock()
+        self._r = r
+        self._prepared = prepared
+        self._spending = spending
+        self._stack = AsyncExitStack()
+        self._opening = asyncio.Lock()
         self._gateway: Gateway | None = None
 
     async def __aenter__(self) -> Self:

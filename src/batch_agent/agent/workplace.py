@@ -19,7 +19,9 @@ from pathlib import Path
 from batch_agent.errors import InputError, WorkerFailed
 from batch_agent.record.private import private
 
-ROWS, WORK, ARTIFACTS = "rows", "work", "artifacts"
+ROWS = "rows"
+WORK = "work"
+ARTIFACTS = "artifacts"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._ -]{0,199}")
 NONE: Mapping[str, Path] = {}
 

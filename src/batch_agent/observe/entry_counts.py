@@ -124,7 +124,8 @@ class EntryCounts:
         usage, cost = result.usage, result.cost
         for each in result.earlier:
             self._add(each.name, each.usage, each.cost, stays=False)
-            usage, cost = _less(usage, each.usage), None if cost is None else cost - (each.cost or 0.0)
+            usage = _less(usage, each.usage)
+            cost = None if cost is None else cost - (each.cost or 0.0)
         # A row that failed has the failure of its last entry, which is no answer.
         last = result.answered_by or self._last_of(result)
         if last is not None:

@@ -36,7 +36,9 @@ class Family:
     kind: Literal["counter", "gauge", "histogram"]
 
     def __init__(self, name: str, text: str, labels: Labels = ()) -> None:
-        self.name, self.text, self.labels = name, text, labels
+        self.name = name
+        self.text = text
+        self.labels = labels
 
     def samples(self) -> Iterator[tuple[str, str, float]]:
         """Yield each line's name suffix, its labels as written, and its value."""
@@ -89,13 +91,16 @@ class Series:
 
     def __init__(self, buckets: int) -> None:
         self.counts = [0] * buckets
-        self.sum, self.lowest, self.highest = 0.0, inf, -inf
+        self.sum = 0.0
+        self.lowest = inf
+        self.highest = -inf
 
     def add(self, values: Sequence[float], bounds: Sequence[float]) -> None:
         for value in values:
             self.counts[bisect_left(bounds, value)] += 1
         self.sum += sum(values)
-        self.lowest, self.highest = min(self.lowest, *values), max(self.highest, *values)
+        self.lowest = min(self.lowest, *values)
+        self.highest = max(self.highest, *values)
 
 
 class Histogram(Family):

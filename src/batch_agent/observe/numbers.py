@@ -186,7 +186,9 @@ def of_statistics(
 
 def of_record(view: RunSnapshot) -> ShownNumbers:
     """Return the numbers of a recorded run, or of a stage of it."""
-    facts, now, parts = view.facts, view.progress, view.parts
+    facts = view.facts
+    now = view.progress
+    parts = view.parts
     state: str = view.state
     if state == "running":
         drains = any(part.facts.get("draining") for part in parts.values())

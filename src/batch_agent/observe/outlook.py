@@ -69,7 +69,8 @@ class Outlook:
         fresh = math.fsum(each.fresh for each in work)
         at_once = max(1.0, fresh / elapsed) if fresh and elapsed > 0 else 0.0
         seconds = total([each.seconds / at_once for each in work], of) if at_once else None
-        done, ok = len(work), sum(each.ok for each in work)
+        done = len(work)
+        ok = sum(each.ok for each in work)
         failed = share(done - ok, done, of)
         return cls(rows, of, done, ok, cost, seconds, at_once, most, failed, share(0, done, of).at_most)
 

@@ -90,7 +90,10 @@ class _Workflow:
     __slots__ = ("began", "common", "failed", "model", "ok", "parent", "trace")
 
     def __init__(self, event: RunStarted, trace: int, parent: int) -> None:
-        self.began, self.model, self.trace, self.parent = event.at, event.model, trace, parent
+        self.began = event.at
+        self.model = event.model
+        self.trace = trace
+        self.parent = parent
         self.ok = self.failed = 0
         self.common: Attributes = {"gen_ai.provider.name": provider_of(event.backend), **server_of(event.backend)}
 
@@ -105,7 +108,9 @@ class RowSpans(ListSink):
         sampler: RowSampler,
         around: tuple[int, int] | None = None,
     ) -> None:
-        self._export, self._sampler, self._around = export, sampler, around
+        self._export = export
+        self._sampler = sampler
+        self._around = around
         self._runs: dict[str, _Workflow] = {}
         self._rows = defaultdict[tuple[str, int], list[Told]](list)  # events of running rows
         self._outermost: tuple[int, int] | None = None  # trace and span of the first run
@@ -200,7 +205,8 @@ class RowSpans(ListSink):
         }
         error = None
         if event.ended in ("failed", "unreachable"):
-            attributes["error.type"], error = event.ended, event.reason or event.ended
+            attributes["error.type"] = event.ended
+            error = event.reason or event.ended
         span = span_of_run(event.run)
         self._export(
             [SpanRecord("invoke_workflow", run.trace, span, run.parent, run.began, event.at, attributes, error=error)]

@@ -169,7 +169,8 @@ class Statistics:
     @property
     def eta(self) -> float | None:
         """Return the seconds left at the recent rate; None if unknown."""
-        rate, left = self.recent_rate or self.overall_rate, self.left
+        rate = self.recent_rate or self.overall_rate
+        left = self.left
         if left is None or not rate or self.ended or self.outages:
             return None
         by_rate = left / rate

@@ -71,7 +71,9 @@ def summary_lines(
     if statistics.voted:
         lines += _labelled("samples", _sample_lines(statistics))
     if statistics.prewarm is not None:
-        begun, used, wasted = statistics.prewarm.begun, statistics.prewarm.hits, statistics.prewarm.wasted
+        begun = statistics.prewarm.begun
+        used = statistics.prewarm.hits
+        wasted = statistics.prewarm.wasted
         words = f"{begun:,} calls begun before they were asked for: {used:,} used, {wasted:,} wasted"
         lines += _labelled("prewarm", [f"{words}; {statistics.prewarm.misses:,} calls were not foreseen"])
     lines += _labelled("saved", [f"{saving.text} ({saving.how})" for saving in savings(statistics)])

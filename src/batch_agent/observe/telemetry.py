@@ -61,7 +61,9 @@ class Traces:
     """What the agents of a run need: ids for their requests and calls, and a receiver for their results."""
 
     def __init__(self, sampler: RowSampler, spans: RowSpans, *, content: bool) -> None:
-        self._row, self._spans, self._content = sampler.row, spans, content
+        self._row = sampler.row
+        self._spans = spans
+        self._content = content
 
     def of_turn(self, run: str, index: int, turn: int) -> str:
         """Return the traceparent of a request."""
@@ -82,7 +84,8 @@ class SpanOfCall:
 
     def __init__(self, row: RowTrace, span: int) -> None:
         self._trace, self._sampled, head, tail = row
-        self._span, self.traceparent = span, f"{head}{span:016x}{tail}"
+        self._span = span
+        self.traceparent = f"{head}{span:016x}{tail}"
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -257,7 +260,8 @@ def _exporter(processor: BatchSpanProcessor, environ: Mapping[str, str]) -> Call
     from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
     kinds = {"internal": SpanKind.INTERNAL, "client": SpanKind.CLIENT}
-    resource, scope = _resource(environ), InstrumentationScope("batch_agent", __version__)
+    resource = _resource(environ)
+    scope = InstrumentationScope("batch_agent", __version__)
     sampled = TraceFlags(1)
     fine = Status(StatusCode.UNSET)
 
@@ -332,7 +336,9 @@ class OtelMetrics:
     def __init__(
         self, exporter: MetricExporter, resource: Resource, environ: Mapping[str, str], counts: EventCounts
     ) -> None:
-        self._exporter, self._resource, self._counts = exporter, resource, counts
+        self._exporter = exporter
+        self._resource = resource
+        self._counts = counts
         self._began = time.time_ns()
         self._over = threading.Event()
         self._interval = _seconds(environ.get("OTEL_METRIC_EXPORT_INTERVAL", ""))

@@ -168,7 +168,8 @@ def _line(text: str, width: int, style: str = "") -> Text:
 
 def _title(statistics: Statistics, width: int) -> Text:
     title = Text(no_wrap=True, overflow="crop")
-    model, backend = harmless(statistics.model) or "batch", harmless(statistics.backend)
+    model = harmless(statistics.model) or "batch"
+    backend = harmless(statistics.backend)
     title.append(cut(model, width), style="bold")
     if backend and len(model) + 2 + len(backend) <= width:
         title.append(f"  {backend}", style="dim")

@@ -82,14 +82,19 @@ class _Shared:
 class MemoryStore:
     """The store. ``clock`` returns monotonic seconds; ``wall`` the time of day, which a next process continues."""
 
-    wait, group, window = 0.0, 1, 1024
-    gathering, writes, lasts = 0.0, False, False
+    wait = 0.0
+    group = 1
+    window = 1024
+    gathering = 0.0
+    writes = False
+    lasts = False
     folder: Path | None = None
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time) -> None:
         self._clock, self._wall = clock, wall
         self._lock = RLock()
-        self._rows_changed, self._results_changed = Condition(self._lock), Condition(self._lock)
+        self._rows_changed = Condition(self._lock)
+        self._results_changed = Condition(self._lock)
         self._opening = secrets.randbits(40)
         self._mark = f"{self._opening}-"  # begin of the places of this opening
         self._facts: JsonObject | None = None
@@ -219,9 +224,12 @@ class MemoryStore:
                 self._generation += 1
                 self._drop(list(self._queued))
             self._facts = dict(facts)
-            self._resuming, self._phase, self._fed = resuming, "running", False
+            self._resuming = resuming
+            self._phase = "running"
+            self._fed = False
             self._sessions += 1
-            self._session, self._first_order = self._sessions, self._order + 1
+            self._session = self._sessions
+            self._first_order = self._order + 1
             self._ok = self._failed = self._resumed = 0
             self._done = Spent()
             self._events.clear()
@@ -320,7 +328,8 @@ class MemoryStore:
 
     def spent(self) -> Spent:
         with self._lock:
-            tokens, nano = self._table.spent_of(BUDGET_TOKENS), self._table.spent_of(BUDGET_COST)
+            tokens = self._table.spent_of(BUDGET_TOKENS)
+            nano = self._table.spent_of(BUDGET_COST)
             return Spent(tokens, nano or None)
 
     def learnt(self) -> tuple[int, ...] | None:
@@ -502,7 +511,8 @@ class MemoryStore:
     ) -> None:
         """Apply a commit to the queue after it was written. ``recorded`` are the steps of each change as they were
         written."""
-        in_files, ended = self.writes and worker in self._here, False
+        in_files = self.writes and worker in self._here
+        ended = False
         for order, change, steps in zip(held, changes, recorded, strict=True):
             row = self._queued.get(order)  # None: it was dropped meanwhile
             if change.result is None:
@@ -518,7 +528,8 @@ class MemoryStore:
                 continue
             ended = True
             self._position += 1
-            index, value = change.lease.row.index, None if row is None else row.value
+            index = change.lease.row.index
+            value = None if row is None else row.value
             result = SharedResult(str(self._position), index, change.result, True, worker, value)
             self._results.append(result)
             self._drop((order,))

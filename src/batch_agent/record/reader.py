@@ -91,7 +91,8 @@ class RunSnapshot:
         have recorded what a stage has spent, and not yet that of the whole."""
         each = [part.latest for part in self.parts.values()]
         known = [part.spent.nano for part in each if part.spent.nano is not None]
-        whole, parts = self.latest.spent, Spent(sum(part.tokens for part in each), sum(known) if known else None)
+        whole = self.latest.spent
+        parts = Spent(sum(part.tokens for part in each), sum(known) if known else None)
         nano = max((nano for nano in (whole.nano, parts.nano) if nano is not None), default=None)
         ok, failed, resumed = (sum(getattr(part, name) for part in each) for name in ("ok", "failed", "resumed"))
         return Totals(ok, failed, resumed, Spent(max(whole.tokens, parts.tokens), nano))

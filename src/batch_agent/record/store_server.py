@@ -134,7 +134,9 @@ class StoreDesk:
         facts: Callable[[], JsonObject] = dict,
         on_join: Callable[[], None] = lambda: None,
     ) -> None:
-        self._store, self._facts, self._on_join = store, facts, on_join
+        self._store = store
+        self._facts = facts
+        self._on_join = on_join
 
     def answer(self, call: Call) -> Answer:
         """Return the answer to a call, or its error."""
@@ -313,8 +315,14 @@ class ServedStore:
     ``exchange`` sends a call and returns its answer. ``watch`` calls back when that process has ended, from another
     thread."""
 
-    wait, group, window, gathering = WAIT, 4 * GROUP, WINDOW, GATHERING_FAR
-    writes, lasts, unstarted, folder = True, False, 0, None
+    wait = WAIT
+    group = 4 * GROUP
+    window = WINDOW
+    gathering = GATHERING_FAR
+    writes = True
+    lasts = False
+    unstarted = 0
+    folder = None
 
     def __init__(
         self,
@@ -323,7 +331,10 @@ class ServedStore:
         close: Callable[[], None] = lambda: None,
         watch: Callable[[Callable[[], None]], None] = lambda ended: None,
     ) -> None:
-        self._exchange, self._stage, self._close, self._watch = exchange, stage, close, watch
+        self._exchange = exchange
+        self._stage = stage
+        self._close = close
+        self._watch = watch
         self._encoded = ResultEncoder()
 
     def describe(

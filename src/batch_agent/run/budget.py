@@ -29,10 +29,16 @@ class RunBudget:
     def __init__(
         self, setup: Setup, store: Store, number: int, feeder: Feeder | None, leases: Leases, commits: Commits
     ) -> None:
-        self._shared, self._controls, self._requests = setup.shared, setup.controls, setup.requests
+        self._shared = setup.shared
+        self._controls = setup.controls
+        self._requests = setup.requests
         self._backend, self._lease = setup.prepared.backend, setup.lease
-        self._store, self._record, self._number = store, store if setup.feeds else None, number
-        self._feeder, self._leases, self._commits = feeder, leases, commits
+        self._store = store
+        self._record = store if setup.feeds else None
+        self._number = number
+        self._feeder = feeder
+        self._leases = leases
+        self._commits = commits
         self._extent = AsyncExitStack()
         self._changing = asyncio.Lock()  # held while the ledger starts, and while another process joins
         self._ended = False

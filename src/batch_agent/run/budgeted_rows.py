@@ -28,7 +28,10 @@ class BudgetedRows:
 
     def __init__(self, spending: Spending, resources: Resources, feed: Feed) -> None:
         assert spending.rows is not None
-        self._spending, self._rows, self._r, self._feed = spending, spending.rows, resources, feed
+        self._spending = spending
+        self._rows = spending.rows
+        self._r = resources
+        self._feed = feed
         self._stage: StageRows = spending.rows.stage_of(resources.run)
         self._stage.patient = resources.backend.capabilities.patient
 

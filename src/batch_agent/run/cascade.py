@@ -82,7 +82,9 @@ class LaterEntry:
     it."""
 
     def __init__(self, entry: Entry, name: str, dispatcher: Dispatcher) -> None:
-        self.entry, self.name, self.dispatcher = entry, name, dispatcher
+        self.entry = entry
+        self.name = name
+        self.dispatcher = dispatcher
         self.prepared = entry.prepared
         self._desk: asyncio.Future[EntryDesk | None] = asyncio.get_running_loop().create_future()
         self._wanted = asyncio.Event()
@@ -117,7 +119,8 @@ class LaterEntry:
                 self.prepared = await learn_context(await choose_model(self.prepared))
             except (RunUnreachable, BackendError) as error:
                 logger.warning("cascade: %s does not answer: its rows keep their earlier answers: %s", self.name, error)
-                waiting, self._desk = self._desk, asyncio.get_running_loop().create_future()
+                waiting = self._desk
+                self._desk = asyncio.get_running_loop().create_future()
                 self._wanted.clear()
                 waiting.set_result(None)
                 continue
@@ -425,7 +428,9 @@ class CascadeRow(Several):
         )
         result.answered_by = self.ladder.names[place] if ok else None  # not that of a standby
         if ok:
-            result.votes, result.samples, result.doubts = stays.votes, stays.samples, stays.doubts
+            result.votes = stays.votes
+            result.samples = stays.samples
+            result.doubts = stays.doubts
         return cast("AgentResult[object]", result)
 
     def _earlier(self, place: int) -> Earlier:

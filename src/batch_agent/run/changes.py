@@ -411,7 +411,8 @@ def _compare(
 def _at_people(reader: RunReader, facts: JsonObject, prepared: Prepared, decided: Mapping[int, bytes]) -> int:
     """Return how many failed rows wait for people, without those that are ``decided``. No entry of the cascade is asked
     about them again, unless there is a new entry."""
-    cascade, known = prepared.cascade, cast(JsonObject, facts.get("cascade") or {})
+    cascade = prepared.cascade
+    known = cast(JsonObject, facts.get("cascade") or {})
     labels = [each.get("label") for each in cast("list[JsonObject]", known.get("entries") or [])]
     if cascade is None or not cascade.people or labels != [cascade.label, *(each.label for each in cascade.later)]:
         return 0
@@ -426,7 +427,8 @@ def _answers_of(reader: RunReader, edited: Mapping[str, bool]) -> tuple[int, int
         earlier = cast("list[JsonObject]", record.get("earlier") or [])
         names = [record.get("answered_by"), *(each.get("name") for each in earlier)]
         found = [edited[name] for name in names if isinstance(name, str) and name in edited]
-        theirs, held = theirs + bool(found), held + (bool(found) and all(found))
+        theirs = theirs + bool(found)
+        held = held + (bool(found) and all(found))
     return theirs, held
 
 

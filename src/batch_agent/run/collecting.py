@@ -137,7 +137,10 @@ class RunCollecting(Collecting[Results[T]]):
         return Results(done, self._summary(), self._spec.output_schema, self._page, self._run.gold())
 
     async def at_end(self) -> Results[T]:
-        run, spec, taken, asked = self._run, self._spec, self._taken, None
+        run = self._run
+        spec = self._spec
+        taken = self._taken
+        asked = None
         summary = replace(self._summary(), promise=await in_thread(lambda: run.promise))
         if (pilot := run.pilot_rows) is not None and pilot.stopped:
             asked = pilot.indexes

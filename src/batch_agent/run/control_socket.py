@@ -35,7 +35,8 @@ ROWS = 200  # running rows in an answer
 
 class ControlSocket:
     def __init__(self, controls: Controls, run_dir: Path) -> None:
-        self._controls, self._pointer = controls, run_dir / CONTROL
+        self._controls = controls
+        self._pointer = run_dir / CONTROL
         self._folder: Path | None = None
         self._server: asyncio.Server | None = None
         self._clients: set[asyncio.Task[None]] = set()

@@ -188,7 +188,9 @@ def _facts(reader: RunReader, view: RunSnapshot, prepared: Prepared | None) -> J
 
 def _copy_rows(reader: RunReader, store: RunStore, prepared: Prepared, session: int, rows: Iterator[_Row]) -> int:
     """Feed the rows, and commit their steps and results. A row that is not done is copied if its input is known."""
-    plan, keys, worker = prepared.plan, Keys(rows_under(prepared)), store.join({"copies": reader.name})
+    plan = prepared.plan
+    keys = Keys(rows_under(prepared))
+    worker = store.join({"copies": reader.name})
     unfinished: list[Lease] = []
     count = number = left_out = 0
     while page := list(islice(rows, ROWS_AT_ONCE)):

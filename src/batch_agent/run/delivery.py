@@ -159,7 +159,8 @@ class Delivery(Generic[T]):
         """Wait until results are ready, or until the end. Meanwhile the consumer gets each one."""
         if self._taker is not None:
             raise RuntimeError("the results of this run are already being read; read them in one place")
-        self._taker, self._consumer = asyncio.get_running_loop().create_future(), consumer
+        self._taker = asyncio.get_running_loop().create_future()
+        self._consumer = consumer
         try:
             await self._taker
         finally:

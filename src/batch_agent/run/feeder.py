@@ -76,10 +76,16 @@ class Feeder:
         traces: Traces | None,
         originals: Sequence[object] | dict[int, object] | None,
     ) -> None:
-        self.store, self._rows, self._plan = store, rows, plan
+        self.store = store
+        self._rows = rows
+        self._plan = plan
         self._ids = UniqueIds()
-        self._run, self._emit, self._clock = run, emit, clock
-        self._delivery, self._traces, self._originals = delivery, traces, originals
+        self._run = run
+        self._emit = emit
+        self._clock = clock
+        self._delivery = delivery
+        self._traces = traces
+        self._originals = originals
         self._schema: OutputSchema[object] | None = None
         self.facts: JsonObject = {}
         self.keys = Keys(b"")
@@ -315,7 +321,8 @@ class Feeder:
         if not values:
             await self._end_inputs()
             return False
-        first, self.read = self.read, self.read + len(values)
+        first = self.read
+        self.read = self.read + len(values)
         await self._feed(first, values)
         return True
 
@@ -327,7 +334,8 @@ class Feeder:
 
     async def _feed(self, first: int, values: Sequence[object]) -> None:
         """Feed rows: their values, and the jobs made of them."""
-        plan, given = self._plan, [unplaced(value) for value in values]
+        plan = self._plan
+        given = [unplaced(value) for value in values]
         carried = self.store.fed.carried(given)
         if carried is not given:
             values = self._replaced(first, values, carried)
@@ -599,7 +607,9 @@ class Feeder:
 
     def _tell_start(self, result: AgentResult[object]) -> None:
         """Emit the start of a row on which another process worked, if that process has not sent it."""
-        now, run, index = self._clock(), self._run, result.index
+        now = self._clock()
+        run = self._run
+        index = result.index
         self._emit.row_elsewhere(now, run, result)
         if JobStarted in self._emit.sinks.wanted and index not in self.begun:
             self._emit.elsewhere(JobStarted(now, run, index, result.job_id, elsewhere=True))

@@ -42,7 +42,8 @@ class Interruption:
 
     def stopping(self, *steps: Callable[[], None]) -> Self:
         """Return the context manager for a run. The steps are called on its event loop."""
-        self._steps, self._loop = steps, asyncio.get_running_loop()
+        self._steps = steps
+        self._loop = asyncio.get_running_loop()
         return self
 
     def __enter__(self) -> Self:

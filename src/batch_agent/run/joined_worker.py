@@ -103,7 +103,10 @@ class JoinedWorker:
     to wait for a run to start, or for a new feeder. ``trust`` decides which things in the record may be used."""
 
     def __init__(self, store: WorkStore, trust: Trust, *, import_from: Path | None = None, wait: float = WAIT) -> None:
-        self._store, self._trust, self._import_from, self._wait = store, trust, import_from, wait
+        self._store = store
+        self._trust = trust
+        self._import_from = import_from
+        self._wait = wait
         self._leaving = asyncio.Event()
         self.run: Run[object] | None = None
 
@@ -153,7 +156,9 @@ class JoinedWorker:
 
     async def _facts(self) -> JsonObject | Over:
         """Wait for a run that has rows to take, and return its facts; or the reason why there is nothing to do."""
-        clock, said, found = asyncio.get_running_loop().time, "", None
+        clock = asyncio.get_running_loop().time
+        said = ""
+        found = None
         deadline = clock() + self._wait
         while not self._leaving.is_set():
             what, facts = "there is no run", await in_thread(self._store.facts)
@@ -208,7 +213,9 @@ class WorkedStages:
         patience: float,
     ) -> None:
         self.names, self.parts = names, {}
-        self._store, self._backends, self._trust = store, backends, trust
+        self._store = store
+        self._backends = backends
+        self._trust = trust
         self._import_from, self._patience = import_from, patience
         self._runs: dict[str, Run[object]] = {}  # stages that this worker works on now
         self._leaving = asyncio.Event()
@@ -381,7 +388,9 @@ class JoinedWorkers:
     there was none for ``wait`` seconds."""
 
     def __init__(self, address: StoreAddress, prefix: str, trust: Trust, *, import_from: Path | None, wait: float):
-        self._address, self._prefix, self._trust = address, prefix, trust
+        self._address = address
+        self._prefix = prefix
+        self._trust = trust
         self._import_from, self._wait = import_from, wait
         self._leaving = asyncio.Event()
         self._joining: set[str] = set()

@@ -81,7 +81,8 @@ class LearnedThreshold:
         self._learns = isinstance(known, dict)
         if isinstance(known, dict):
             self._known = known
-            self._order, self._last = KeyedOrder(str(known["key"])), bytes.fromhex(str(known["last"]))
+            self._order = KeyedOrder(str(known["key"]))
+            self._last = bytes.fromhex(str(known["last"]))
 
 
 class AuditFirst:
@@ -95,7 +96,10 @@ class AuditFirst:
         schema: OutputSchema[object] | None,
         tell: Callable[[JsonObject], Awaitable[None]],
     ) -> None:
-        self._run, self._names, self._schema, self._tell = run, names, schema, tell
+        self._run = run
+        self._names = names
+        self._schema = schema
+        self._tell = tell
         self.rows: list[int] = []  # that go first, in their order
         self._key = self._last = ""
         self._answers: dict[int, Event] = {}
@@ -115,7 +119,8 @@ class AuditFirst:
             names = dict(promise.head_names())
             order = KeyedOrder(self._key)
             self._last = order.rank(names[self.rows[-1]]).hex() if self.rows else ""
-            self._wanted, self.decided = frozenset(self.rows), promise.is_complete
+            self._wanted = frozenset(self.rows)
+            self.decided = promise.is_complete
             return self._facts(promise)
 
     def _facts(self, promise: LearnedPromise) -> JsonObject:

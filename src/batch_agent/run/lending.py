@@ -75,7 +75,9 @@ class Lending:
     which a membership expires."""
 
     def __init__(self, store: Store, worker: str, seconds: float = LEASE) -> None:
-        self._store, self._worker, self._seconds = store, worker, seconds
+        self._store = store
+        self._worker = worker
+        self._seconds = seconds
         self.once = SharedCalls(store, worker)
         self._wanted = asyncio.Event()  # set when a request waits for the next beat
         self._peaks: defaultdict[str, deque[int]] = defaultdict(lambda: deque(maxlen=PEAKS))
@@ -176,7 +178,8 @@ class Lending:
         learnt[BUDGET] = Learnt(bool(shared.spending.exhausted), shared.spending.exhausted)
         for name, stage in {} if shared.spending.rows is None else shared.spending.rows.stages.items():
             learnt[f"{ROWS}{name}"] = Learnt(costs=stage.costs)
-        status, sent = {**_in_short(controls.status()), "feeder": self._worker.startswith(FEEDER)}, loop.time()
+        status = {**_in_short(controls.status()), "feeder": self._worker.startswith(FEEDER)}
+        sent = loop.time()
         self._beating = self._store.beat(self._worker, self._seconds, claims, learnt, status)
         beat = await asyncio.shield(self._beating)
         if self._lost is not None:
@@ -249,7 +252,8 @@ class Lending:
         server = endpoint.server
 
         def claim() -> Claim:
-            limit, search = _own_limit(dispatcher, endpoint) or 0, server.capacity.search
+            limit = _own_limit(dispatcher, endpoint) or 0
+            search = server.capacity.search
             want = self._want(name, dispatcher, endpoint.inflight, limit)
             held = max(endpoint.inflight, endpoint.allotted or 0)
             return Claim(limit, held, want, search=None if search is None else search.progress)
@@ -307,7 +311,8 @@ class Lending:
             stage.learn(report.costs for report in beat.learnt.get(f"{ROWS}{name}", ()))
         for name, dispatcher, endpoint in _endpoints(shared):
             others = beat.learnt.get(name, ())
-            down, was_down = any(each.down for each in others), name in self._down
+            down = any(each.down for each in others)
+            was_down = name in self._down
             if down and not was_down and not endpoint.health.is_down:
                 dispatcher.endpoints.probe(endpoint)
             elif was_down and not down and endpoint.health.state == "down":
@@ -387,7 +392,8 @@ class WholeBudget:
     claims."""
 
     def __init__(self, spending: Spending, session: int) -> None:
-        self._spending, self.member = spending, f"{FEEDER}{session}"
+        self._spending = spending
+        self.member = f"{FEEDER}{session}"
 
     def claims(self, *, last: bool) -> Mapping[str, Claim]:
         spending = self._spending

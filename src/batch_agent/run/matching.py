@@ -155,8 +155,12 @@ class Matching:
         answered: int = 0,
     ) -> None:
         self._answered = answered
-        self._reader, self._facts, self._prepared, self._worker = reader, facts, prepared, worker
-        self._same, self._forced = same, same and bool(facts.get("forced"))
+        self._reader = reader
+        self._facts = facts
+        self._prepared = prepared
+        self._worker = worker
+        self._same = same
+        self._forced = same and bool(facts.get("forced"))
         self._db = sqlite3.connect("", isolation_level=None, check_same_thread=False)  # a file without a name
         self._db.executescript(TABLES)
         self._total = 0
@@ -223,7 +227,9 @@ class Matching:
                 plan.check_first(value)
             index, name = place, None
             if isinstance(value, Placed):
-                index, name, value = value.index, value.name, value.value
+                index = value.index
+                name = value.name
+                value = value.value
             try:
                 identity = self._identity(keys, index, value, name)
             except JobError:  # the row fails before a request is sent

@@ -98,7 +98,10 @@ class Setup:
     backlogs: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        prepared, spec, outer, feeds = self.prepared, self.prepared.spec, self.outer, self.feeds
+        prepared = self.prepared
+        spec = self.prepared.spec
+        outer = self.outer
+        feeds = self.feeds
         self.crew = crew_of(spec) if feeds else None
         self.promise = PromiseOfRun.of(prepared) if feeds and outer is None else None
         self.scoring = None if prepared.gold is None or not feeds else RunScoring(prepared.gold, prepared.schema)
@@ -221,7 +224,10 @@ class Opened:
         feeder: Feeder | None = None,
     ) -> None:
         number, generation = writer.number, writer.generation
-        self._run, self.setup, self.store, self.number = run, setup, store, number
+        self._run = run
+        self.setup = setup
+        self.store = store
+        self.number = number
         shared = setup.shared
         sent = recording.SentWork(setup.id, setup.emit)
         if writer.observed and not setup.feeds:
@@ -405,7 +411,9 @@ class Fed(Opened):
         return complete
 
     async def _work(self) -> None:
-        setup, feeder, shared = self.setup, self.feeder, self.setup.shared
+        setup = self.setup
+        feeder = self.feeder
+        shared = self.setup.shared
         async with feeder.at_work() as tasks:
             working = None
             delivering = tasks.create_task(feeder.deliver(min(WAIT, setup.lease / 4)))
@@ -498,7 +506,9 @@ class Fed(Opened):
 
 async def supervise(run: Run[Any], setup: Setup) -> None:
     """Take a run from its begin to its end. ``setup.opened`` is what exists meanwhile."""
-    shared, feed, store = setup.shared, setup.feed, None
+    shared = setup.shared
+    feed = setup.feed
+    store = None
     failure: BaseException | None = None  # that the user gets
     broke: BaseException | None = None  # that ended the run
     ended: Ended = "failed"
@@ -578,7 +588,9 @@ async def _check_first(setup: Setup, store: Store) -> None:
 def _emit_start(setup: Setup) -> None:
     """Emit the events of the start. They come before the backend loads an engine's weights, because that time is part
     of the run."""
-    prepared, shared, emit = setup.prepared, setup.shared, setup.emit
+    prepared = setup.prepared
+    shared = setup.shared
+    emit = setup.emit
     now, price = shared.clock(), shared.spending.per_second
     emit(RunStarted(now, setup.id, prepared.plan.total, prepared.backend.name, prepared.model or "", price))
     emit(LimitChanged(now, setup.id, shared.dispatcher.scheduler.slots, "start"))
@@ -632,7 +644,9 @@ async def _choose_workers(setup: Setup, store: Store) -> None:
         shared.lender, shared.commits = outer.lender, outer.commits
     if setup.crew is not None and await shared.is_time_spent(store if setup.feeds else None, outer):
         # Only what is recorded is delivered, for which no worker is needed.
-        setup.crew, setup.works, setup.is_shared = None, setup.inside is None, False
+        setup.crew = None
+        setup.works = setup.inside is None
+        setup.is_shared = False
         setup.feed.reading = not setup.works
         if setup.rows.channel is not None and not store.wait:
             setup.feed.take_from(setup.rows.channel)
@@ -666,7 +680,9 @@ async def _open(run: Run[Any], setup: Setup, store: Store) -> None:
 
 
 def _feeder(setup: Setup, store: Store) -> Feeder:
-    prepared, shared, spec = setup.prepared, setup.shared, setup.prepared.spec
+    prepared = setup.prepared
+    shared = setup.shared
+    spec = setup.prepared.spec
     feeder = Feeder(
         store,
         setup.rows,
@@ -678,14 +694,19 @@ def _feeder(setup: Setup, store: Store) -> Feeder:
         traces=shared.observers.traces,
         originals=recording.originals_of(spec.inputs),
     )
-    feeder.is_outermost, feeder.paced, feeder.pilot = setup.is_outermost, shared.paced, setup.pilot
+    feeder.is_outermost = setup.is_outermost
+    feeder.paced = shared.paced
+    feeder.pilot = setup.pilot
     feeder.scoring = setup.scoring if setup.inside is None else None
     return feeder
 
 
 async def _begin_feed(setup: Setup, feeder: Feeder) -> None:
     """Begin the session of the feeder."""
-    prepared, spec, shared, store = setup.prepared, setup.prepared.spec, setup.shared, feeder.store
+    prepared = setup.prepared
+    spec = setup.prepared.spec
+    shared = setup.shared
+    store = feeder.store
     if setup.is_outermost:
         shared.store = store
     stages = () if setup.inside is None else setup.inside.names

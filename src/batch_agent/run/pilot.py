@@ -56,7 +56,8 @@ class Pilot:
         self._sorted: list[int] = []
         self._key = key
         self._goes_on: bool | None = None
-        self._decided, self._ended = asyncio.Event(), asyncio.Event()
+        self._decided = asyncio.Event()
+        self._ended = asyncio.Event()
         self._keeps = True  # results are kept for ``Run.pilot``
         self.asked = False  # ``Run.pilot`` was called
         self.complete = False  # all its rows are done
@@ -85,7 +86,8 @@ class Pilot:
 
         chosen = heapq.nsmallest(self.rows, ranked())
         self._places = {index: place for place, (_, index, _) in enumerate(chosen)}
-        self._sorted, self.indexes = sorted(self._places), frozenset(self._places)
+        self._sorted = sorted(self._places)
+        self.indexes = frozenset(self._places)
         self.last = chosen[-1][0].hex() if chosen else ""
         if self.covers_all:
             self.go_on()
@@ -167,7 +169,8 @@ class Pilot:
 
     def end(self) -> None:
         """Record that all rows of the pilot are done."""
-        self.complete, self.seconds = True, asyncio.get_running_loop().time() - self._began
+        self.complete = True
+        self.seconds = asyncio.get_running_loop().time() - self._began
         self._ended.set()
 
     def close(self) -> None:
@@ -191,7 +194,8 @@ class Pilot:
         before = recorded if isinstance(recorded, dict) else {}
         count = before.get("passed")
         if same and before.get("key") == self._key and isinstance(count, int):
-            self._passed, self.passed = count, count >= self.rows
+            self._passed = count
+            self.passed = count >= self.rows
         return self.to_json()
 
     def to_json(self) -> JsonObject:

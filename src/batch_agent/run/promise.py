@@ -45,7 +45,8 @@ class PromiseOfRun:
     """The promise of a run that this process feeds. Call ``draw`` first."""
 
     def __init__(self, prepared: Prepared) -> None:
-        self._prepared, self._run = prepared, str(prepared.spec.run_dir)
+        self._prepared = prepared
+        self._run = str(prepared.spec.run_dir)
         self._drawn: PromiseFacts | None = None
         self._head: list[tuple[int, str]] = []
 
@@ -63,7 +64,8 @@ class PromiseOfRun:
 
     async def draw(self, store: Store, pilot: Pilot | None) -> None:
         """Draw the rows of the audit; the pilot is their beginning. Reads all inputs twice."""
-        inputs, recorded = cast("Iterable[object]", self._prepared.spec.inputs), await store.facts()
+        inputs = cast("Iterable[object]", self._prepared.spec.inputs)
+        recorded = await store.facts()
         drawing = partial(draw_audit, self._prepared, inputs, recorded or {}, self._run)
         drawn, self._head = await in_thread(drawing)
         self._drawn = drawn

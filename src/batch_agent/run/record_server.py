@@ -32,7 +32,9 @@ class RecordServer:
         *,
         is_shared: bool,
     ) -> None:
-        self._store, self.url, self._facts = store.fed, url, facts
+        self._store = store.fed
+        self.url = url
+        self._facts = facts
         self._share, self._is_shared = share, is_shared
         self._loop = asyncio.get_running_loop()
         self._desk: StoreDesk | None = None

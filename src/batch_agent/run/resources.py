@@ -41,7 +41,10 @@ class RunResources:
     are started before a model asks for them."""
 
     def __init__(self, setup: Setup, leases: Leases, commits: Commits, feeder: Feeder | None) -> None:
-        self._setup, self._leases, self._commits, self._feeder = setup, leases, commits, feeder
+        self._setup = setup
+        self._leases = leases
+        self._commits = commits
+        self._feeder = feeder
         self._prepared, self._shared = setup.prepared, setup.shared
         self._worker: Worker | None = None  # since it was opened
         self.prewarm: ToolPrewarm | None = None
@@ -61,7 +64,9 @@ class RunResources:
     async def opened(self, inner: InnerWorker | None, hold: Callable[[bool], None]) -> AsyncIterator[Worker]:
         """Open the resources, and yield the worker. ``inner`` is a built-in worker that replaces the tool loop.
         ``hold`` is called with whether the engine's queue is too long to start agents."""
-        prepared, shared, spec = self._prepared, self._shared, self._prepared.spec
+        prepared = self._prepared
+        shared = self._shared
+        spec = self._prepared.spec
         loops = inner is None and spec.worker is None  # the tool loop processes the rows
         touches = touches_for(prepared, shared.dispatcher) if loops else None
         emit, run = self._setup.emit, self._setup.id
@@ -120,7 +125,9 @@ class RunResources:
     def _resources(
         self, pool: ToolPool, touches: Touches | None, prepared: Prepared, dispatcher: Dispatcher, *, loops: bool
     ) -> Resources:
-        shared, spec, is_first = self._shared, prepared.spec, prepared is self._prepared
+        shared = self._shared
+        spec = prepared.spec
+        is_first = prepared is self._prepared
         capabilities = prepared.backend.capabilities
         can_start_early = any(pool.can_start_early(tool.name) for tool in prepared.tools)
         usual = max(endpoint.health.slowest for endpoint in dispatcher.scheduler.endpoints)

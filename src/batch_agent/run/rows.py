@@ -81,7 +81,9 @@ class Rows:
         pilot: Pilot | None = None,
         id_column: str | None = None,
     ) -> None:
-        self._inputs, self._pilot, self._id_column = inputs, pilot, id_column
+        self._inputs = inputs
+        self._pilot = pilot
+        self._id_column = id_column
         self._waits = self._stopped = False  # rows wait behind the pilot; they do not follow
         self._file = inputs if isinstance(inputs, LazyRows) else None
         self.at_hand = isinstance(inputs, list | tuple | LazyRows)  # reading ahead costs nothing
@@ -126,13 +128,16 @@ class Rows:
         """Find the rows of the pilot, which are read next."""
         chosen = await in_thread(partial(pilot.choose, self._countable, self._id_column))
         pilot.begin_rows()
-        self._plain, self._waits = iter(chosen), True
+        self._plain = iter(chosen)
+        self._waits = True
 
     async def learn_first(self, learning: AuditFirst) -> None:
         """Hand out the rows of an audit first. The others follow when it is decided which of them go to the last
         model."""
         self._plain = await in_thread(partial(learning.lead, self._countable, self._id_column))
-        self._learning, self._waits, self._peeked = learning, True, []
+        self._learning = learning
+        self._waits = True
+        self._peeked = []
 
     @property
     def _countable(self) -> Iterable[object]:
@@ -234,7 +239,9 @@ def _compile(plan: Plan, index: int, value: object) -> Job | AgentResult[object]
     """Return the job of a row; if the row cannot be rendered, its failed result."""
     name = None
     if isinstance(value, Placed):
-        index, name, value = value.index, value.name, value.value
+        index = value.index
+        name = value.name
+        value = value.value
     try:
         return plan.job(index, value, name)
     except JobError as error:

@@ -104,7 +104,9 @@ class Run(Generic[T]):
             patience=patience,
             pilot=pilot,
         )
-        self.shared, self.scoring, self.pilot_rows = setup.shared, setup.scoring, setup.pilot
+        self.shared = setup.shared
+        self.scoring = setup.scoring
+        self.pilot_rows = setup.pilot
         self._supervisor: asyncio.Task[None] | None = None
 
     # For the user of a run

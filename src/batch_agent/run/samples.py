@@ -66,7 +66,8 @@ class Samples(Several):
 
     def stop(self, error: JobError) -> None:
         """End the row now with this error: its agents end, and no more samples are asked."""
-        self._stopped, self.error = True, AgentError.of(error)
+        self._stopped = True
+        self.error = AgentError.of(error)
         for agent in self._agents.values():
             agent.stop(error)
 
@@ -81,7 +82,8 @@ class Samples(Several):
         self._results[number] = result if plain.ok else plain
         self._outcomes[number] = cast(JsonValue, from_json(to_json(plain.output))) if plain.ok else FAILED
         if is_interrupted(result):
-            self._stopped, self.error = True, self.error or result.error
+            self._stopped = True
+            self.error = self.error or result.error
 
     @property
     def works(self) -> bool:

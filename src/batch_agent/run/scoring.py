@@ -70,10 +70,12 @@ class RunScoring:
 
 def gold_of_run(run: Run[Any], prepared: Prepared, rows: int | None) -> RunGold:
     """Return what a run knows of right answers. It is no pipeline. ``rows`` is their number, once all were read."""
-    ended, total = run.statistics().ended, rows if prepared.plan.total is None else prepared.plan.total
+    ended = run.statistics().ended
+    total = rows if prepared.plan.total is None else prepared.plan.total
     facts = {**run.recorded, "state": ended or "running"}
     asked = asked_of(facts) if "fingerprint" in facts else ""
-    pilot, options = PilotSample.of_facts(facts), {name: getattr(prepared.spec, name) for name in OPTIONS}
+    pilot = PilotSample.of_facts(facts)
+    options = {name: getattr(prepared.spec, name) for name in OPTIONS}
     taken = None if prepared.gold is None else replace(prepared.gold, inputs=())
     examples = None if prepared.examples is None else prepared.examples.rows
     complete = ended == "complete"

@@ -234,7 +234,8 @@ def open_dispatcher(prepared: Prepared, run: str, clock: Clock, emit: Sink, on_h
     def on_control(endpoint: str, seconds: float, usage: Usage, cost: float | None, error: str) -> None:
         emit(ControlFinished(clock(), run, endpoint, seconds, usage, cost, error))
 
-    standing_in, own = False, prepared.model or "the run's model"
+    standing_in = False
+    own = prepared.model or "the run's model"
 
     def on_health_told(endpoint: Endpoint, now: float) -> None:
         nonlocal standing_in
@@ -273,7 +274,8 @@ def _all_slots(dispatcher: Dispatcher) -> int | None:
     scheduler = dispatcher.scheduler
     limits = [endpoint.capacity.limit for endpoint in scheduler.endpoints if endpoint.is_working]
     known = [limit for limit in limits if limit is not None]
-    at_endpoints, most = sum(known) if len(known) == len(limits) else None, scheduler.max_inflight
+    at_endpoints = sum(known) if len(known) == len(limits) else None
+    most = scheduler.max_inflight
     if at_endpoints is None or most is None:
         return most if at_endpoints is None else at_endpoints
     return min(at_endpoints, most)
@@ -282,9 +284,12 @@ def _all_slots(dispatcher: Dispatcher) -> int | None:
 def health_change(endpoint: Endpoint, now: float, run: str, wall: Callable[[float], float]) -> HealthChanged:
     """Return the event with the present health of an endpoint. ``wall`` converts times of the run to those of
     events."""
-    health, since, next_trial = endpoint.health, 0.0, 0.0
+    health = endpoint.health
+    since = 0.0
+    next_trial = 0.0
     if health.is_down:
-        since, next_trial = wall(health.down_since), wall(max(health.next_trial, endpoint.server.held_until))
+        since = wall(health.down_since)
+        next_trial = wall(max(health.next_trial, endpoint.server.held_until))
     rule = endpoint.server.rule_of("health")
     return HealthChanged(wall(now), run, endpoint.name, health.state, health.reason, since, next_trial, rule)
 

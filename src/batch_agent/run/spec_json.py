@@ -104,7 +104,8 @@ def read_spec(options: JsonObject, inputs: object, import_from: Path | None) -> 
 
 def reference(value: object, option: str) -> str:
     """Return ``module:name`` of a function or a class. Raises SpecError if another process cannot import it."""
-    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    module = getattr(value, "__module__", None)
+    name = getattr(value, "__qualname__", None)
     shown = name or repr(value)
     if not module or not name or "<" in name:
         raise SpecError(f"{option}: {shown} has no name that another process can import; {HINT}")

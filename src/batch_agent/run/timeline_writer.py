@@ -36,7 +36,9 @@ class TimelineWriter:
     _sampled = _told = 0.0  # times of the event loop
 
     def __init__(self, recorder: Recorder, run: Controls, *, socket: bool) -> None:
-        self._recorder, self._run, self._has_socket = recorder, run, socket
+        self._recorder = recorder
+        self._run = run
+        self._has_socket = socket
 
     def _wait(self) -> None:
         """Schedule the next write, because something has happened."""
@@ -102,7 +104,8 @@ class TimelineWriter:
             self._sampled = now
         status = None
         if last or now - self._told >= STATUS_EVERY:
-            status, self._told = self._run.status(), now
+            status = self._run.status()
+            self._told = now
         return lambda: files.write(lines, spans, status)
 
     def _written(self, writing: asyncio.Future[None]) -> None:

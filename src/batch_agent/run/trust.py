@@ -141,7 +141,9 @@ class Trust:
         environ: Mapping[str, str] = os.environ,
     ) -> None:
         self._patterns = [*allow, *environ.get(ALLOW, "").split()]
-        self._fingerprint, self.everything, self._secret = fingerprint, everything, environ.get(SECRET, "")
+        self._fingerprint = fingerprint
+        self.everything = everything
+        self._secret = environ.get(SECRET, "")
         self._admitted = {*named, *filter(None, [environ.get(BACKEND_VARIABLE)])}
 
     def check(self, facts: Mapping[str, object]) -> None:

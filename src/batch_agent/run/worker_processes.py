@@ -176,7 +176,8 @@ class _Messages:
     def __init__(self) -> None:
         self._reading, self._other_end = os.pipe()
         os.set_blocking(self._reading, False)
-        self._latest, self._loop = b"", asyncio.get_running_loop()
+        self._latest = b""
+        self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._reading, self._take)
 
     @contextmanager

@@ -115,7 +115,8 @@ class Flow:
         options = _with_recorded_backend(options)
         self.collector = Collector()
         self.nodes: list[AgentNode | ReduceNode] = []  # in the order of the stages
-        self._options, self._sends = dict(options), sends
+        self._options = dict(options)
+        self._sends = sends
         self._backends = SharedBackends(wrap)
         self._row_schemas: dict[str, type[object]] = {}  # of stages whose rows are instances of a class
         self._sources: list[InputSource] = []
@@ -611,7 +612,9 @@ class FunctionNode:
     """Calls a function for each row. ``make`` returns the rows that one row becomes."""
 
     def __init__(self, function: Callable[[Any], Any], out: Receiver, progress: InProgress) -> None:
-        self._function, self._out, self._progress = function, out, progress
+        self._function = function
+        self._out = out
+        self._progress = progress
         self._inlet: RowChannel[Item] = RowChannel()
         self._why = ""
 

@@ -27,7 +27,9 @@ from batch_agent.topology.stages import OF_A_STAGE, FlatMap
 T = TypeVar("T")
 R = TypeVar("R")
 
-PLAN, MAP, REDUCE = "plan", "map", "reduce"
+PLAN = "plan"
+MAP = "map"
+REDUCE = "reduce"
 PREFIXES = {"planner_": PLAN, "worker_": MAP, "reducer_": REDUCE}
 Options = Mapping[str, Any]
 

@@ -245,7 +245,9 @@ class _OtherSide:
     """The side of a join that is looked up. If one of its rows failed, the rows that need it have no partner."""
 
     def __init__(self, join: JoinNode) -> None:
-        self._join, self.room, self.close = join, join.room, join.close
+        self._join = join
+        self.room = join.room
+        self.close = join.close
 
     def put(self, item: Item) -> None:
         if item.ok:

@@ -203,7 +203,8 @@ def _add(stages: Sequence[Stage], graph: list[JsonObject]) -> str | None:
         after = [] if before is None else [before]
         match stage:
             case Agents() | Reduce():
-                name, kind = stage.name, "map" if isinstance(stage, Agents) else "reduce"
+                name = stage.name
+                kind = "map" if isinstance(stage, Agents) else "reduce"
             case FlatMap() | Filter():
                 kind = "flat map" if isinstance(stage, FlatMap) else "filter"
                 name = _new(getattr(stage.function, "__name__", kind), graph)

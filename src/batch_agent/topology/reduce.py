@@ -254,7 +254,9 @@ class ReduceNode:
         self.name, self.prepared = name, prepared
         self.results: list[AgentResult[Any]] = []
         self.reduction: Reduction[Any] | None = None
-        self._prompt, self._inlet, self._out = prompt, channel, out
+        self._prompt = prompt
+        self._inlet = channel
+        self._out = out
         self._tree = Tree(shape, room_for_rows(prompt, prepared))
         self._count = 0  # rows put
         self.failed_before = 0  # rows among them that came as failures

@@ -63,20 +63,6 @@ from batch_agent.share.table import (
     steered,
 )
 
-# What the workers of a run share, stored in Redis.
-#
-#     K lent     hash: `table` (JSON, see `share.table`) and its `version`
-#     K alive    sorted set: worker → end of its membership, in seconds of Redis' clock
-#     K call:…   hash: one tool call or model answer, while it runs and while its result is kept
-#     K ended    stream: keys of calls that ended, the latest thousand
-#     K files    hash: name → text
-#     K jobs     list: what was sent to batch APIs, as lines of JSON
-#     K watched  sorted set: row that a viewer follows → until when, in seconds of Redis' clock
-#     K live:…   string: the conversation of such a row, as its worker last reported it; expires
-#
-# The table is read, changed here, and written back if its version is still the same; else this is retried. So all
-# decisions are in one place and in Python, and Redis only compares versions.
-
 T = TypeVar("T")
 logger = logging.getLogger("batch_agent")
 
@@ -154,10 +140,28 @@ return redis.call('ZRANGEBYSCORE', KEYS[1], tonumber(redis.call('TIME')[1]), '+i
 
 
 class RedisRunStore:
-    """One run. It is thread-safe."""
+    """One run. It is thread-safe. What its workers share is in these keys, behind the prefix K of the run.
 
-    wait, group, window, gathering = WAIT, GROUP, WINDOW, GATHERING_FAR
-    writes, lasts, folder = True, True, None
+        K lent     hash: `table` (JSON, see `share.table`) and its `version`
+        K alive    sorted set: worker → end of its membership, in seconds of Redis' clock
+        K call:…   hash: one tool call or model answer, while it runs and while its result is kept
+        K ended    stream: keys of calls that ended, the latest thousand
+        K files    hash: name → text
+        K jobs     list: what was sent to batch APIs, as lines of JSON
+        K watched  sorted set: row that a viewer follows → until when, in seconds of Redis' clock
+        K live:…   string: the conversation of such a row, as its worker last reported it; expires
+
+    The table is read, changed here, and written back if its version is still the same; else this is retried. So all
+    decisions are in one place and in Python, and Redis only compares versions.
+    """
+
+    wait = WAIT
+    group = GROUP
+    window = WINDOW
+    gathering = GATHERING_FAR
+    writes = True
+    lasts = True
+    folder = None
 
     def __init__(self, connection: RedisConnection) -> None:
         self.connection, self.address = connection, connection.address
@@ -195,7 +199,8 @@ class RedisRunStore:
     def describe(
         self, schema: OutputSchema[object] | None, row_schema: OutputSchema[object] | None, *, messages: bool
     ) -> None:
-        self._row_schema, self._encoded = row_schema, ResultEncoder(schema, messages=messages)
+        self._row_schema = row_schema
+        self._encoded = ResultEncoder(schema, messages=messages)
 
     def key(self, name: str) -> str:
         """Return the name of a key of this run."""
@@ -313,7 +318,8 @@ class RedisRunStore:
 
     def feed(self, session: int, rows: Sequence[Row]) -> list[object]:
         # No worker has a use for a row that is a failure already.
-        retry_of, sent = self._resuming.retry_of, [row for row in rows if not isinstance(row.job, BaseResult)]
+        retry_of = self._resuming.retry_of
+        sent = [row for row in rows if not isinstance(row.job, BaseResult)]
         answers = iter([each for retry, some in groupby(sent, retry_of) for each in self._feed(session, retry, some)])
         return [row.job if isinstance(row.job, BaseResult) else next(answers) for row in rows]
 
@@ -429,7 +435,8 @@ class RedisRunStore:
         arguments: list[object] = [worker, self.key(f"worker:{worker}"), number, self._steps]
         arguments += (spent.tokens, spent.nano or 0, counts, spent.events)
         for change in self._encoded.changes(commit.changes, worker):
-            lease, steps = change.lease, [_pack(step) for step in change.steps]
+            lease = change.lease
+            steps = [_pack(step) for step in change.steps]
             arguments += (lease.place, lease.token, lease.name, change.result or b"", change.error, len(steps), *steps)
         with self._present():
             return {place.decode() for place in self._script(scripts.COMMIT, *arguments)}
