@@ -161,7 +161,8 @@ class PlainServer(Backend):
         usage, messages = Usage(prompt_tokens=50, completion_tokens=20), request.conversation.messages
         row = next(str(message.content) for message in messages if message.role == "user")
         taken = sum(message.role == "assistant" for message in messages)
-        if taken + 1 < self.turns(int(row)):
+        is_control = not row.isdigit()
+        if not is_control and taken + 1 < self.turns(int(row)):
             return Reply(text="", tool_calls=(ToolCall(f"call_{taken}", "look", "{}"),), usage=usage)
         return Reply(text="ok", usage=usage)
 
