@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from heapq import heappop, heappush
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -35,56 +34,34 @@ if TYPE_CHECKING:
 
 
 class Alarms:
-    """One timer for the alarms of all endpoints, so that a timer never scans every endpoint. Calls ``ring`` with the
-    endpoints whose alarm is due. An early alarm is harmless: ``ring`` sets the next one."""
+    """At most one timer for each endpoint. An early alarm is harmless: ``ring`` sets the next one."""
 
-    def __init__(self, ring: Callable[[list[Endpoint]], None]) -> None:
+    def __init__(self, ring: Callable[[Endpoint], None]) -> None:
         self._ring = ring
-        self._heap: list[tuple[float, int, Endpoint]] = []
-        self._set: dict[Endpoint, float] = {}  # due time of each endpoint; other heap entries of it are stale
-        self._numbers = 0
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_at = inf
+        self._timers: dict[Endpoint, asyncio.TimerHandle] = {}
         self._closed = False
 
     def __contains__(self, endpoint: Endpoint) -> bool:
-        return endpoint in self._set
+        return endpoint in self._timers
 
     def set(self, endpoint: Endpoint, due: float) -> None:
         """Set the alarm of an endpoint. Does nothing if an earlier one is set, or if the run is over, when cancelled
         requests give their slots back."""
-        if due < self._set.get(endpoint, inf) and not self._closed:
-            self._set[endpoint] = due
-            self._numbers += 1
-            heappush(self._heap, (due, self._numbers, endpoint))
-            self._set_timer()
+        before = self._timers.get(endpoint)
+        if self._closed or due == inf or (before is not None and before.when() <= due):
+            return
+        if before is not None:
+            before.cancel()
+        self._timers[endpoint] = asyncio.get_running_loop().call_at(due, self._fire, endpoint)
 
     def close(self) -> None:
         self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in self._timers.values():
+            timer.cancel()
 
-    def _set_timer(self) -> None:
-        while self._heap and self._set.get(self._heap[0][2]) != self._heap[0][0]:
-            heappop(self._heap)
-        due = self._heap[0][0] if self._heap else inf
-        if due != self._timer_at and not self._closed:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer_at = due
-            self._timer = None if due == inf else asyncio.get_running_loop().call_at(due, self._fire)
-
-    def _fire(self) -> None:
-        now = asyncio.get_running_loop().time()
-        self._timer, self._timer_at = None, inf
-        due: list[Endpoint] = []
-        while self._heap and self._heap[0][0] <= now:
-            at, _, endpoint = heappop(self._heap)
-            if self._set.get(endpoint) == at:
-                del self._set[endpoint]
-                due.append(endpoint)
-        self._ring(due)
-        self._set_timer()
+    def _fire(self, endpoint: Endpoint) -> None:
+        del self._timers[endpoint]
+        self._ring(endpoint)
 
 
 LOOK_FOR_ROOM = 5.0  # seconds after which a request that may be lost is looked at again
@@ -450,17 +427,9 @@ class EndpointMonitor:
             due = min(due, lost_at if lost_at > now else now + LOOK_FOR_ROOM)
         self._alarms.set(endpoint, due)
 
-    def _look(self, due: list[Endpoint]) -> None:
-        now = self._slots.loop.time()
-        for endpoint in due:
-            self._look_at(endpoint, now)
-        self.rate_limits.serve()
-        self._slots.pump()
-        for endpoint in due:
-            self.arm(endpoint)
-
-    def _look_at(self, endpoint: Endpoint, now: float) -> None:
-        flights, inflight = self.flights, 0 if self.rate_limits.short else endpoint.inflight
+    def _look(self, endpoint: Endpoint) -> None:
+        now, flights = self._slots.loop.time(), self.flights
+        inflight = 0 if self.rate_limits.short else endpoint.inflight
         event = events.Tick(
             self._around(endpoint),
             inflight,
@@ -473,6 +442,9 @@ class EndpointMonitor:
         self._scheduler.touch(endpoint)
         if inflight and now >= flights.lost_at(endpoint):
             flights.send_lost(endpoint, self._room_for_lost(endpoint), now)
+        self.rate_limits.serve()
+        self._slots.pump()
+        self.arm(endpoint)
 
     def _room_for_lost(self, endpoint: Endpoint) -> float:
         """Return the number of idle slots for sending requests of this endpoint again: at other endpoints, or here if

@@ -146,13 +146,13 @@ class RowHistory:
             self.crashes.append(Crash(endpoint, attempt.ended_at, not attempt.trial))
         return True
 
-    def overloaded(self, attempt: Attempt, answered_sent: float, control_sent: float = -inf) -> bool:
+    def overloaded(self, attempt: Attempt, answered_sent: float, newest: float = -inf) -> bool:
         """Record a refusal for load. Returns whether the endpoint has accepted another request since the previous
-        refusal. ``answered_sent``: when the newest answered row was sent; ``control_sent``: when the newest answered
-        control request was sent."""
+        refusal. ``answered_sent``: when the newest answered row was sent; ``newest``: the same for rows and control
+        requests."""
         if answered_sent > self.refused_since:  # a row had room: this one may have it later
             self.refused, self.refused_since = 0, inf
-        passed_over = max(answered_sent, control_sent) >= self.overloaded_at
+        passed_over = max(answered_sent, newest) >= self.overloaded_at
         self.passed_over += passed_over
         self.overloaded_at = attempt.sent_at if passed_over else min(attempt.sent_at, self.overloaded_at)
         return passed_over
@@ -460,17 +460,15 @@ class Denials:
     """
 
     def __init__(self) -> None:
-        self._answered = False
-        self._answered_sent = -inf  # when the newest of the requests that it has answered was sent
+        self.answered_sent = -inf  # when the newest of the requests that it has answered was sent
         self._kind: tuple[int, str] | None = None  # of the unclear denials, which all have the same kind
         self._rows: dict[Hashable, float] = {}  # row → when its request was sent
         self._denied_at: float | None = None  # arrival of the first denial that no answer has disproved
 
     def answered(self, sent_at: float) -> None:
         """Record a good answer to a request sent at ``sent_at``."""
-        self._answered = True
-        if sent_at > self._answered_sent:
-            self._answered_sent = sent_at
+        if sent_at > self.answered_sent:
+            self.answered_sent = sent_at
         if self._rows:
             unclear = {row: sent for row, sent in self._rows.items() if sent > sent_at}
             if len(unclear) < len(self._rows) or (self._denied_at is not None and sent_at > self._denied_at):
@@ -480,13 +478,9 @@ class Denials:
     def denial(self, row: RowHistory, sent_at: float, now: float) -> Denial:
         """Return the denial of a row that arrives now. A row at fault may be sent to another server each time. So
         denials by all servers count, if they follow a good answer of the same server."""
-        row.disproved += self._answered_sent > row.denied_at.get(self, inf)
+        row.disproved += self.answered_sent > row.denied_at.get(self, inf)
         row.denied_at[self] = now
         return Denial(sent_at, now, max(row.denials, row.disproved + 1))
-
-    @property
-    def has_answered(self) -> bool:
-        return self._answered
 
     def is_unclear(self, row: Hashable) -> bool:
         return row in self._rows
@@ -506,14 +500,14 @@ class Denials:
         if status is None:  # a filter stopped the answer; the request itself was accepted
             return "row"
         concern = concern_of(status)
-        wrong_key, by_status = concern == "key", concern is not None
-        if concern in ("key", "place") and not self._answered:
+        wrong_key, by_status, has_answered = concern == "key", concern is not None, self.answered_sent > -inf
+        if concern in ("key", "place") and not has_answered:
             return "all"
         kind = (status, "" if by_status else _VARIABLE.sub("…", message))
         if kind != self._kind:
             self._kind = kind
             self._rows.clear()
-        confirms = wrong_key or (can_ask and by_status and self._answered)
+        confirms = wrong_key or (can_ask and by_status and has_answered)
         if confirms and denial.number >= N.several and row not in self._rows:
             return "row"  # other rows were answered meanwhile
         if not self._rows or self._denied_at is None:
@@ -525,7 +519,7 @@ class Denials:
                 return "all"
             return "confirm" if denial.number < N.several else "unclear"
         refused = len(self._rows)
-        if by_status and not self._answered and refused >= N.several and left_in_flight <= refused:
+        if by_status and not has_answered and refused >= N.several and left_in_flight <= refused:
             return "all"
         return (
             "all"

@@ -42,7 +42,7 @@ class Health:
         self.in_doubt = False  # nothing but a control request is sent
         self.patient = False  # answers may take hours: silence is no evidence
         self.answered = False  # at least once
-        self.reached = False  # it has answered something, even if only an error
+        self.reached = False  # a probe or a request has shown that it is there
         self.replies = False  # it has replied to a request, even if only with an error: one that loads is silent
         self.down_since = 0.0
         self.next_trial = 0.0
@@ -74,7 +74,7 @@ class Health:
         """Record an answer, or a refusal that only a working server can send. Returns True if it ends an outage. If
         ``seconds`` is 0, the answer says nothing about the time of others."""
         self.heard = self.up_at = now
-        self.answered = True
+        self.answered = self.reached = self.replies = True
         if seconds:
             self._looks = 0
             self._good += 1
@@ -157,11 +157,6 @@ class Health:
 
     # Trials
 
-    @property
-    def is_mute(self) -> bool:
-        """Whether the server has not replied to any request yet."""
-        return not (self.answered or self.replies)
-
     def try_now(self, now: float, *, probing: bool = False) -> None:
         """Record that a trial is sent, or a probe instead of it."""
         self._become("on trial")
@@ -182,7 +177,7 @@ class Health:
 
     def trial_seconds(self, now: float) -> float | None:
         """Return the time limit of a trial; None if the server has never replied."""
-        if self.patient or self.is_mute:
+        if self.patient or not self.replies:
             return None
         if not self._good:  # it has only refused, which says nothing about the time of an answer
             return max(N.minute, (now - self.down_since) * N.pause_share)
@@ -224,6 +219,6 @@ class Health:
     def what_was_tried(self, now: float, max_outage: float) -> str:
         """Return the reason why the endpoint is given up: what was tried, as a message."""
         outage = f"{now - self.down_since:.0f} s and {self.trials} trials"
-        if self.answered or self.reached:
+        if self.reached:
             return f"the server was down for longer than max_outage, {max_outage:g} s: {outage}; {self.reason}"
         return f"the server never answered, in {outage}: {self.reason}"

@@ -38,10 +38,6 @@ class Standby:
     prices: Prices | None = None
 
 
-def _never() -> bool:
-    return False
-
-
 class Endpoint:
     """One server as one dispatcher uses it. ``is_hungry`` returns whether the dispatcher waits for a slot.
     ``on_change`` is called when another dispatcher has changed the state of the server."""
@@ -61,7 +57,7 @@ class Endpoint:
         self.leaving = False  # it gets no more requests, and is removed after its last answer
         self.standby = standby
         self.is_idle = standby is not None  # a standby that gets no requests, because another endpoint works
-        self.is_hungry: Callable[[], bool] = _never
+        self.is_hungry: Callable[[], bool] = lambda: False
         self.on_change: Callable[[Endpoint], None] | None = None
         self.server.join(self, Terms() if terms is None else terms)
         self.capacity: Capacity = self.server.capacity
@@ -78,16 +74,12 @@ class Endpoint:
 
     def has_slot(self, now: float) -> bool:
         """Return whether a request may be sent to the endpoint now."""
-        server = self.server
-        if not self.is_usable or now < server.held_until:
+        if not self.takes_control(now):
             return False
-        if server.rates is not None and server.rates.free_at(now) > now:
-            return False
-        state = self.health.state
-        if state == "down":
-            return self.health.ready or now >= self.health.next_trial
-        share = server.share(self)
-        return state != "on trial" and not self.health.in_doubt and (share is None or self.inflight < share)
+        if self.health.is_down:
+            return True
+        share = self.server.share(self)
+        return not self.health.in_doubt and (share is None or self.inflight < share)
 
     def takes_control(self, now: float) -> bool:
         """Return whether a control request may be sent to the endpoint now."""

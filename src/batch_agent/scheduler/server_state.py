@@ -145,15 +145,13 @@ class ServerState:
         self.seconds = 0.0  # per turn; 0 until it has answered
         self.usual = 0.0  # half of its answers take longer
         self.controlled = False  # a control request waits for it or is in flight
-        self.control_sent = -inf  # when the newest control request that it has answered was sent
         self.takes_controls = True  # it has not refused one
         self.unanswered = 0.0  # longest time that a request waited here in vain before the first answer
         self.gap = 0.0  # seconds between two answers
         self.answered_at = -inf  # time of its latest answer
         self.began_at = inf  # when the first request was sent
         self.answers = 0
-        self.answered_sent = -inf  # when the newest of the requests that it has answered was sent
-        self._denies = False  # its outage began with denials: it has lost none of the other requests
+        self.answered_sent = -inf  # when the newest row that it has answered was sent
         self._quiet: float | None = None  # when it was last heard, as seen at the first look into its silence
         self._look_at = inf  # when it is looked at again
 
@@ -305,7 +303,6 @@ class ServerState:
         control, effects = slot.ticket.control, NONE
         self.refused_since = None
         if control:
-            self.control_sent = max(self.control_sent, slot.sent_at)
             self.health.slowest_control = max(self.health.slowest_control, seconds)
             self.excessive, seconds = None, 0.0  # it says nothing about the time that rows take
             effects = [WAKE]
@@ -354,14 +351,13 @@ class ServerState:
         if health.is_limited and learnt is not None and N.control_pause <= lasted <= LONGEST_DROUGHT:
             learnt.learn(slot.sent_at)
         if health.answer(seconds, slot.sent_at, now):
+            # If it only denied rows, it has lost none of the other requests.
+            denied = self.rule_of("health") in DENIED.values()
             self._end_hold()
-            effects.append(self._up(was_slow=self._denies or slot.sent_at < health.down_since))
+            self._end("health")
+            effects.append(CameUp(was_slow=denied or slot.sent_at < health.down_since))
         elif not health.is_down:
             self._end("health")
-
-    def _up(self, *, was_slow: bool = False) -> CameUp:
-        self._end("health")
-        return CameUp(was_slow)
 
     # Failures
 
@@ -384,8 +380,8 @@ class ServerState:
             waits=bool(error.retry_after),
             excessive=excessive,
         )
-        if outcome == "overloaded" and row.overloaded(attempt, self.answered_sent, self.control_sent):
-            newest = max(self.answered_sent, self.control_sent)
+        newest = self.denials.answered_sent
+        if outcome == "overloaded" and row.overloaded(attempt, self.answered_sent, newest):
             self._limit(self.capacity.pardon(row, newest), now, effects)
         verdict = judge(
             attempt,
@@ -484,7 +480,7 @@ class ServerState:
         health = self.health
         health.reason = evidence
         health.go_down(now, silent=silent)
-        health.is_denied = self._denies = denied
+        health.is_denied = denied
         self._conclude("health", rule, evidence, now)
         self.history.go_down()
         if not denied:
@@ -507,8 +503,7 @@ class ServerState:
             self._lose_patience(around, now, effects)
 
     def _patience_ends(self, around: Around) -> float:
-        known = self.health.answered or self.health.reached
-        return self.health.down_since + (around.patience if known else around.first_patience)
+        return self.health.down_since + (around.patience if self.health.reached else around.first_patience)
 
     def _lose_patience(self, around: Around, now: float, effects: Effects) -> None:
         if not around.others_work:  # else it is tried from time to time
@@ -542,7 +537,7 @@ class ServerState:
         health.reason, health.heard = str(error), now
         self._trial_failed(slot, around, now, effects)
         lasts, alone = now - health.down_since >= N.minute, self.inflight <= 1
-        is_over = lasts if self.denials.has_answered else slot.trial and alone
+        is_over = lasts if self.denials.answered_sent > -inf else slot.trial and alone
         if is_over and not around.others_work and around.first_patience < inf:
             effects.append(GiveUp("failed", ALL_REFUSED.format(error=error)))
 
@@ -550,7 +545,7 @@ class ServerState:
 
     def is_excessive(self, error: BackendError, patience: float = inf) -> bool:
         """Return whether a refusal for load that asks for a long wait may concern only its row."""
-        may_work = self.denials.has_answered or self.inflight > 1
+        may_work = self.denials.answered_sent > -inf or self.inflight > 1
         return error.overload and (error.retry_after or 0.0) > min(N.minute, patience) and may_work
 
     def _is_confirmed(self, slot: Slot, around: Around, now: float) -> bool:
@@ -663,7 +658,7 @@ class ServerState:
         health.ready = True
         all_failed = around.few_rows or not around.has_untested
         is_next = health.trials % 2 == 1 or not around.wants_slot
-        if ((all_failed and is_next) or health.is_mute) and around.can_ask:
+        if ((all_failed and is_next) or not health.replies) and around.can_ask:
             effects.append(CONTROL)
         effects.append(Ready())
 
@@ -676,7 +671,8 @@ class ServerState:
         if health.is_down and is_up and trusted:
             health.reached = True
             health.recover()
-            effects.append(self._up())
+            self._end("health")
+            effects.append(CameUp())
         elif not health.is_down:
             if not is_up:
                 self._is_silent(around, now, effects, f"a probe failed: {reason}")
@@ -724,8 +720,7 @@ class ServerState:
         if health.state == "on trial":
             dues: Iterable[float] = (health.trial_ends,)
         elif health.state == "down":
-            known = health.answered or health.reached
-            ends = health.down_since + patience[0 if known else 1]
+            ends = health.down_since + patience[0 if health.reached else 1]
             dues = health.next_trial, self.held_until, ends, free_at
         else:
             search = self.capacity.search
