@@ -112,7 +112,7 @@ SAME_NAME = {
 }
 MOST_LINES, MOST_LINES_OF_A_FUNCTION = 800, 70
 MOST_HEADERS = 2  # blocks of comments that describe a part of a file as if it were a file
-MOST_PACKED = 8  # assignments of three or more values with a call among them, each of which is a statement of its own
+MOST_PACKED = 7  # assignments of three or more values with a call among them, each of which is a statement of its own
 
 
 @cache

@@ -144,7 +144,7 @@ def _events(document: JsonObject) -> Iterator[JsonObject]:
 
 
 def _inside(item: JsonObject) -> tuple[JsonObject, Sequence[JsonObject]]:
-    """Return the start of an item, and the events that fill it."""
+    """Return an item as it is when it is opened, and the events that fill it."""
     begun = {**item, "status": "in_progress"} if "status" in item else item
     match item.get("type"):
         case "message":

@@ -409,8 +409,8 @@ def _compare(
 
 
 def _at_people(reader: RunReader, facts: JsonObject, prepared: Prepared, decided: Mapping[int, bytes]) -> int:
-    """Return how many failed rows wait for people, without those that are ``decided``. No entry of the cascade is asked
-    about them again, unless there is a new entry."""
+    """Return how many failed rows wait for people, without those that people have ``decided``. 0 if the cascade has a
+    new entry, which is then asked about all of them."""
     cascade = prepared.cascade
     known = cast(JsonObject, facts.get("cascade") or {})
     labels = [each.get("label") for each in cast("list[JsonObject]", known.get("entries") or [])]

@@ -363,7 +363,9 @@ class Matching:
                     places.append(place)
             elif now > before[1]:
                 self._pair_places(lines, places, before, now, known=known > 0)
-                lines, places, before = array("q"), array("q"), (place, now)
+                lines = array("q")
+                places = array("q")
+                before = place, now
         self._pair_places(lines, places, before, None, known=known > 0)
         self._take_pairs(MOVED)
 

@@ -135,7 +135,7 @@ class RateWindow:
         self._note(later, amount)
 
     def _note(self, number: int, more: int | None) -> None:
-        """Add to the usage of a request since the last report; None removes it."""
+        """Add ``more`` to the usage that request ``number`` has had since the last report; None removes the request."""
         if more is None:
             self._taken -= self._since.pop(number, 0)
         else:

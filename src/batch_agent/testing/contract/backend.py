@@ -437,7 +437,7 @@ class BackendContract(ContractTerms):
         assert sent == theirs, "the user's extra_body has the last word"
 
     def extra_body(self) -> dict[str, Any]:
-        """Fields that the server takes."""
+        """Return fields that the server accepts in addition."""
         return {"top_k": 3, "metadata": {"team": "é"}}
 
     # Conversations

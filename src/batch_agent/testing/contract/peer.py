@@ -118,8 +118,8 @@ def hear(dialect: ClientDialect, body: bytes, seals: Sequence[str] = ()) -> Hear
 
 
 class Peer(Protocol):
-    """``requests`` are the bytes of the conversations, oldest first: what a prefix cache would see, without parts that
-    the wire moves (a mark at the end)."""
+    """The server of the contract. ``requests`` are the bytes of the conversations, oldest first, as a prefix cache
+    would see them: without parts that the wire moves, such as a mark at the end."""
 
     backend: Backend
 
