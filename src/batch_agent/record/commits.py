@@ -43,7 +43,6 @@ from batch_agent.record.store import (
     RowChange,
     Spent,
     Store,
-    at_once,
 )
 from batch_agent.share.table import BUDGET_COST, BUDGET_TOKENS, DOLLAR, Claim, Grant
 
@@ -336,7 +335,7 @@ class Commits:
         # How a commit is made: in the thread for them, or at once.
         in_thread = partial(self._loop.run_in_executor, store.commits)
         self._make: Callable[[Callable[[], set[str]]], asyncio.Future[set[str]]]
-        self._make = in_thread if store.gathering else at_once
+        self._make = in_thread if store.gathering else store.commit
         self._numbers = store.blocking.agent_numbers(worker)
         self._meter = Meter() if meter is None else meter
         self._budget, self._on_written = budget, on_written

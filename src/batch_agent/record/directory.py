@@ -256,9 +256,10 @@ class DirectoryStore(MemoryStore):
             facts, self._lent = {TABLE: _text(self._table)} if self._lent else {}, False
         with self._disk:
             here = worker in self._here
-            if self._directory is None and not (changes or here):  # a worker leaves when all rows have their results
+            directory = self._directory
+            if directory is None and not (changes or here):  # a worker leaves when all rows have their results
                 return ()
-            directory = self._dir
+            directory = directory or self._dir
             self._learnt = learnt or self._learnt
             recorded: list[tuple[KeptStep, ...]] = []
             steps: list[KeptStep] = []
@@ -271,7 +272,7 @@ class DirectoryStore(MemoryStore):
             directory.journal.commit(steps, self._totals(ended), self._learnt, facts)
             if ended:
                 directory.schema = self._schema
-                directory.write([self._written(change) for change in ended])
+                directory.write(list(map(self._written, ended)))
             for change in ended:
                 self._agents.pop(change.lease.place, None)
             return recorded

@@ -66,6 +66,7 @@ CHECK = 'CAST("check" AS INTEGER)'
 # A damaged value may have any type.
 OWNER_COLUMNS = "ifnull(agent, 0) & -1, CAST(ifnull(key, '') AS BLOB), CAST(ifnull(row, '') AS BLOB)"
 PIECE = 4096
+SQLITE_ERRORS = (sqlite3.DatabaseError, UnicodeDecodeError, OverflowError)
 BUSY = 60.0  # seconds to wait while another process locks the journal
 
 
@@ -185,9 +186,9 @@ class SqliteJournal:
             content = bytearray(step.content)
             body = bytearray(step.body)
             values += (step.agent, key, content, step.kind, body, check)
-        with _explained(self._path):
-            if not self._path.exists():  # SQLite would continue writing to the deleted file
-                raise StoreError(f"the journal {self._path} is gone, with everything that was recorded in it")
+        if not self._path.exists():  # SQLite would continue writing to the deleted file
+            raise StoreError(f"the journal {self._path} is gone, with everything that was recorded in it")
+        try:
             # Totals alone need not survive a power failure: rows that come from the record are not worth an fsync.
             full = bool(steps or facts)
             if full is not self._full:
@@ -200,6 +201,8 @@ class SqliteJournal:
                 self._db.execute(UPDATE_SESSION, (*line[3:], _seal(line), line[0]))
                 for name, value in facts.items():
                     self._put_fact(name, value)
+        except SQLITE_ERRORS as error:
+            raise _explanation(error, self._path) from error
 
     def _insert(self, values: list[object]) -> None:
         start = 0
@@ -563,17 +566,18 @@ def _explained(path: Path, *, reading: bool = False) -> Iterator[None]:
     """Turn SQLite's errors into StoreError."""
     try:
         yield
-    except sqlite3.OperationalError as error:
-        if str(error).startswith("no such "):  # the schema was changed
-            raise _damaged(path, str(error)) from error
-        if reading:
-            raise StoreError(f"{path} cannot be read: {error}") from error
-        raise StoreError(
-            f"the run cannot be recorded in {path}: {error}. Earlier records are kept: fix the cause, then resume"
-        ) from error
-    except UnicodeDecodeError as error:  # the message of an error quotes a damaged schema
-        raise _damaged(path, str(error)) from error
-    except OverflowError as error:
-        raise StoreError(f"the run cannot be recorded in {path}: {error}") from error
-    except sqlite3.DatabaseError as error:
-        raise _damaged(path, str(error)) from error
+    except SQLITE_ERRORS as error:
+        raise _explanation(error, path, reading=reading) from error
+
+
+def _explanation(error: Exception, path: Path, *, reading: bool = False) -> StoreError:
+    if isinstance(error, OverflowError):
+        return StoreError(f"the run cannot be recorded in {path}: {error}")
+    # The message of an error may quote a damaged schema. A table is missing if the schema was changed.
+    if not isinstance(error, sqlite3.OperationalError) or str(error).startswith("no such "):
+        return _damaged(path, str(error))
+    if reading:
+        return StoreError(f"{path} cannot be read: {error}")
+    return StoreError(
+        f"the run cannot be recorded in {path}: {error}. Earlier records are kept: fix the cause, then resume"
+    )

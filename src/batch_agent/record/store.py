@@ -549,16 +549,6 @@ class RunStore(WorkStore, Protocol):
 THREADS = {"worker": 2, "feeder": 5, "shares": 8}  # most concurrent calls that block, by who makes them
 
 
-def at_once(call: Callable[[], T]) -> asyncio.Future[T]:
-    """Return the answer to a call that does not block, or its error."""
-    answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-    try:
-        answer.set_result(call())
-    except BatchAgentError as error:
-        answer.set_exception(error)
-    return answer
-
-
 class Store:
     """The record of a run as the run uses it: each call returns a future, and none blocks the event loop. The threads
     of calls that block belong to the store; the answers of other calls are there at once. A call that has begun is made
@@ -578,10 +568,19 @@ class Store:
         self._threads = {who: ThreadPoolExecutor(most, f"batch-agent-{who}") for who, most in THREADS.items()}
 
     def _call(self, who: str, function: Callable[P, T], *given: P.args, **named: P.kwargs) -> asyncio.Future[T]:
-        call = partial(function, *given, **named)
+        loop = asyncio.get_running_loop()
         if self.blocking.blocks(getattr(function, "__name__", "")):
-            return asyncio.get_running_loop().run_in_executor(self._threads[who], call)
-        return at_once(call)
+            return loop.run_in_executor(self._threads[who], partial(function, *given, **named))
+        answer: asyncio.Future[T] = loop.create_future()
+        try:
+            answer.set_result(function(*given, **named))
+        except BatchAgentError as error:
+            answer.set_exception(error)
+        return answer
+
+    def commit(self, write: Callable[[], T]) -> asyncio.Future[T]:
+        """Call ``write``, which makes a commit of a store whose commits do not block."""
+        return self._call("feeder", write)
 
     def stage(self, name: str) -> Store:
         return Store(self.blocking.stage(name))

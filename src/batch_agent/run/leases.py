@@ -127,7 +127,11 @@ class Leases:
                 await self._wait_for_row()
             finally:
                 self.on_wait(False)
-        return [self._hold(self._ready.popleft()) for _ in range(min(self.store.group, len(self._ready)))]
+        rows: list[Lease] = []
+        ready = self._ready
+        while ready and len(rows) < self.store.group:
+            rows.append(self._hold(ready.popleft()))
+        return rows
 
     async def _wait_for_row(self) -> None:
         """Wait until there is a row to take, or until no more rows are taken."""

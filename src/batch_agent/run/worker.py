@@ -209,10 +209,6 @@ class Worker:
 
     # Rows
 
-    def _trail(self, lease: Lease, job: Job) -> Trail:
-        identity = self._identity(lease, job)
-        return self._follow(lease, identity, past_of(lease, identity, lease.steps) if lease.steps else None)
-
     def _follow(
         self, lease: Lease, identity: Identity, past: Past | None, *, retries: bool = True, stays: bool = False
     ) -> Trail:
@@ -241,7 +237,8 @@ class Worker:
             self._tell_start(job)
             self._publish(lease, None, job)
             return
-        trail = self._trail(lease, job)
+        identity = self._identity(lease, job)
+        trail = self._follow(lease, identity, past_of(lease, identity, lease.steps) if lease.steps else None)
         if self._budget is not None and not await self._budget.begin(job, [trail], self._plan, self._is_over):
             return
         self._tell_start(job)
