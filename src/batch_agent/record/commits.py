@@ -309,6 +309,11 @@ class Claimant(Protocol):
         ...
 
 
+def _ended(lease: Lease, steps: Sequence[KeptStep], result: AgentResult[object]) -> RowChange:
+    error = "" if result.error is None else result.error.type
+    return RowChange(lease, tuple(steps), result, error, result.resumed)
+
+
 class Commits:
     """Writes the steps and results of one worker. ``meter`` knows what it has spent. ``budget`` claims parts of a
     budget with the commits. ``on_committed`` is called with the places of rows that other workers have now, and with
@@ -332,10 +337,7 @@ class Commits:
     ) -> None:
         self._store, self._worker, self._on_committed = store, worker, on_committed
         self._loop = asyncio.get_running_loop()
-        # How a commit is made: in the thread for them, or at once.
-        in_thread = partial(self._loop.run_in_executor, store.commits)
-        self._make: Callable[[Callable[[], set[str]]], asyncio.Future[set[str]]]
-        self._make = in_thread if store.gathering else store.commit
+        self.keeps = store.writes  # steps; else all agents have the trail NOWHERE
         self._numbers = store.blocking.agent_numbers(worker)
         self._meter = Meter() if meter is None else meter
         self._budget, self._on_written = budget, on_written
@@ -364,8 +366,8 @@ class Commits:
         return self._loop.time() - (self._committing_since or self._gathering_since)
 
     def trail(self, lease: Lease, identity: Identity, past: Past | None = None, **how: bool) -> Trail:
-        """Return the trail of an agent that works on a row. All agents have one trail if no steps are kept."""
-        return Trail(self, lease, identity, past, **how) if self._store.writes else NOWHERE
+        """Return the trail of an agent that works on a row."""
+        return Trail(self, lease, identity, past, **how) if self.keeps else NOWHERE
 
     def new_agent(self) -> int:
         return next(self._numbers)
@@ -424,10 +426,10 @@ class Commits:
         """Write everything that is left, and return the advance of the session. A cancellation does not interrupt this.
         Returns the error if something could not be written."""
         failure = await to_its_end(self.flush())
-        if failure is None:
+        if failure is None and self._store.gathering:
             claims = None if self._budget is None else self._budget.claims(last=True)
             last = partial(self._write, self._gathering, [], [], self._meter.commit(), claims)
-            failure = await to_its_end(self._make(last))
+            failure = await to_its_end(self._loop.run_in_executor(self._store.commits, last))
         if failure is not None and not isinstance(failure, StoreError):
             failure = StoreError(f"the run cannot be recorded: {failure!r}")
         return failure
@@ -437,11 +439,14 @@ class Commits:
         self._failure = self._failure or StoreError("the record of the run is closed")
 
     def _wake(self) -> None:
+        if not self._store.gathering:
+            self._commit_at_once()
+            return
         if not self._gathering_since:
             self._gathering_since = self._loop.time()
         if not self._busy:
             self._busy = True
-            self._loop.call_later(self._pause, self._commit) if self._pause else self._commit()
+            self._loop.call_later(self._pause, self._commit)
         elif not self._backlogged and len(self._entries) + len(self._results) >= BACKLOG:
             self._backlogged = True
             self._on_backlog(True)
@@ -456,12 +461,23 @@ class Commits:
         self._gathering += 1
         self._committing = list(map(itemgetter(0), results))
         claims = None if self._budget is None else self._budget.claims(last=False)
-        commit = self._make(partial(self._write, number, entries, results, self._meter.commit(), claims))
-        if commit.done():
-            self._committed(commit)
+        write = partial(self._write, number, entries, results, self._meter.commit(), claims)
+        self._alarm = self._loop.call_later(OVERDUE, self._set_overdue, True)
+        self._loop.run_in_executor(self._store.commits, write).add_done_callback(self._committed)
+
+    def _commit_at_once(self) -> None:
+        """Commit results to a store whose commits take no time, and which keeps nothing else."""
+        results, self._results = self._results, []
+        self._touched = False
+        self._durable = number = self._gathering
+        self._gathering += 1
+        changes = [_ended(lease, (), result) for lease, result in results]
+        try:
+            lost = self._store.blocking.commit(self._worker, number, Commit(changes))
+        except StoreError as error:
+            self._fail(error)
         else:
-            self._alarm = self._loop.call_later(OVERDUE, self._set_overdue, True)
-            commit.add_done_callback(self._committed)
+            self._on_committed(lost, [lease for lease, _ in results])
 
     def _write(
         self,
@@ -482,21 +498,19 @@ class Commits:
                 found[1].append(kept)
         changes = []
         for lease, result in results:
-            error = "" if result.error is None else result.error.type
             _, own = steps.pop((lease.place, lease.token), (lease, []))
-            changes.append(RowChange(lease, tuple(own), result, error, result.resumed))
+            changes.append(_ended(lease, own, result))
         for lease, own in steps.values():
             changes.append(RowChange(lease, tuple(own)))
         if claims and self._budget is not None:
             self._grants = self._store.fed.lend(self._budget.member, claims)
-        return self._store.blocking.commit(self._worker, number, replace(begun, changes=changes))
+        return self._store.blocking.commit(self._worker, number, Commit(changes, begun.spent, begun.learnt))
 
     def _committed(self, commit: asyncio.Future[set[str]]) -> None:
         number = self._gathering - 1
         error = asyncio.CancelledError() if commit.cancelled() else commit.exception()
         if self._alarm is not None:
             self._alarm.cancel()
-            self._alarm = None
         if self._is_overdue:
             self._set_overdue(False)
         if error is None:
@@ -515,7 +529,7 @@ class Commits:
         self._committing_since = 0.0
         self._busy = bool(self._entries or self._results or self._touched)
         if self._busy:
-            self._loop.call_later(self._pause, self._commit) if self._pause else self._commit()
+            self._loop.call_later(self._pause, self._commit)
         if self._backlogged and len(self._entries) < BACKLOG:
             self._backlogged = False
             self._on_backlog(False)

@@ -29,6 +29,7 @@ from batch_agent.record.store import (
     FOLLOWED_SECONDS,
     LARGEST_SHARED,
     LEASE,
+    NOTHING_SPENT,
     NUMBERS,
     OBSERVED,
     UNKEPT_SECONDS,
@@ -477,7 +478,8 @@ class MemoryStore:
             if latest is not None and latest[0] == number:
                 return latest[1]
             self._committing.add(worker)
-            self._done += commit.spent
+            if commit.spent is not NOTHING_SPENT:
+                self._done += commit.spent
             if commit.spent.events and self._observed:
                 self._event_position += 1
                 self._events.append((self._event_position, commit.spent.events))

@@ -65,6 +65,9 @@ class Spent:
         return Spent(self.tokens + more.tokens, nano, counts)
 
 
+NOTHING_SPENT = Spent()
+
+
 @value_type
 class Totals:
     """The number of rows that a session has ended, of which ``resumed`` came from the record, and what the session has
@@ -73,7 +76,7 @@ class Totals:
     ok: int = 0
     failed: int = 0
     resumed: int = 0
-    spent: Spent = field(default_factory=Spent)
+    spent: Spent = NOTHING_SPENT
 
     @property
     def tokens(self) -> int:
@@ -181,7 +184,7 @@ class Commit:
     counts even if all rows are lost. ``learnt`` are statistics of calls, for the next session."""
 
     changes: Sequence[RowChange] = ()
-    spent: Spent = field(default_factory=Spent)
+    spent: Spent = NOTHING_SPENT
     learnt: tuple[int, ...] | None = None
 
 
@@ -577,10 +580,6 @@ class Store:
         except BatchAgentError as error:
             answer.set_exception(error)
         return answer
-
-    def commit(self, write: Callable[[], T]) -> asyncio.Future[T]:
-        """Call ``write``, which makes a commit of a store whose commits do not block."""
-        return self._call("feeder", write)
 
     def stage(self, name: str) -> Store:
         return Store(self.blocking.stage(name))

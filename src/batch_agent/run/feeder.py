@@ -360,6 +360,8 @@ class Feeder:
     def _row(self, job: Job | AgentResult[object], own: object, value: object) -> Row:
         if not isinstance(job, Job):
             return Row(job.index, b"", b"", value, replace(job, input=own))
+        if not self.store.writes:  # rows without a record need no identity
+            return Row(job.index, b"", b"", value, job)
         identity = self._identity(job, own)
         return Row(job.index, identity.key, identity.row, value, job)
 

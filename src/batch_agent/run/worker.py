@@ -23,7 +23,7 @@ from batch_agent.errors import Cancelled, InputError, Interrupted, ReplayMismatc
 from batch_agent.events import JobStarted, RowTakenOver
 from batch_agent.job import AgentError, AgentResult, Failure, Job, Placed, is_interrupted
 from batch_agent.messages import JsonObject
-from batch_agent.record.commits import Commits, Trail
+from batch_agent.record.commits import NOWHERE, Commits, Trail
 from batch_agent.record.keys import Keys
 from batch_agent.record.row_json import decode_row
 from batch_agent.record.steps import Past
@@ -237,8 +237,10 @@ class Worker:
             self._tell_start(job)
             self._publish(lease, None, job)
             return
-        identity = self._identity(lease, job)
-        trail = self._follow(lease, identity, past_of(lease, identity, lease.steps) if lease.steps else None)
+        trail = NOWHERE
+        if self._commits.keeps:
+            identity = self._identity(lease, job)
+            trail = self._follow(lease, identity, past_of(lease, identity, lease.steps) if lease.steps else None)
         if self._budget is not None and not await self._budget.begin(job, [trail], self._plan, self._is_over):
             return
         self._tell_start(job)
