@@ -199,7 +199,7 @@ def of_whole_rows(url: str, rows: int) -> dict[str, float]:
 
     def see(frame: FrameType, event: str, argument: object) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
-            counts["record" if "journal" in threading.current_thread().name else "loop"] += 1
+            counts["record" if "commits" in threading.current_thread().name else "loop"] += 1
 
     def counted(number: int) -> Counter[str]:
         counts.clear()
