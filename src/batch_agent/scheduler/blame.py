@@ -12,8 +12,6 @@ A failure that either side may have caused is undecided until there is evidence:
   hit. A row with two hits is a suspect, and is tried last and alone.
 - If several rows fail and none is answered, or too few rows are left to decide, a control request decides: a few tokens
   that do not depend on any row. Its answer counts like the answer of a row. If it fails, the endpoint goes down.
-- A server may answer control requests and no row. If control requests alone have charged 100 rows, and
-  no row was answered, the endpoint counts as down while rows are left that have not failed yet.
 - If the endpoint was up just before the row was sent and is down afterwards, the row may have crashed it. If each time
   another request had been answered since the last outage, the row fails after its retries, but not after the first
   crash. If only a probe had found it up, the row fails after a few crashes, but not before 20 s: a server
@@ -237,7 +235,6 @@ class EndpointHistory:
     open: dict[RowHistory, list[Attempt]] = field(default_factory=dict)
     alone: dict[RowHistory, float] = field(default_factory=dict)
     controlled_at: float = -inf  # when the latest control request was answered
-    convicted: int = 0  # rows that control requests have charged since a row was last answered
     # The latest rows that broke, with the time: two of any kind, and two suspects.
     broken: list[tuple[RowHistory, float]] = field(default_factory=list)
     broken_suspects: list[tuple[RowHistory, float]] = field(default_factory=list)
@@ -269,8 +266,6 @@ class EndpointHistory:
         if attempt.outcome == "answered":
             if attempt.control:
                 self.controlled_at = attempt.ended_at
-            else:
-                self.convicted = 0
             self._answered(attempt.sent_at, control=attempt.control)
             return
         if attempt.outcome == "overloaded" or (attempt.outcome == "unreachable" and not attempt.sound):
@@ -313,7 +308,6 @@ class EndpointHistory:
                         row.overloaded_at = inf
                     row.refused_since = min(row.refused_since, attempt.sent_at)
                     row.refused_until = max(row.refused_until, attempt.ended_at)
-            self.convicted += control and not row.charges
             row.settle(_chargeable(proven), charge=True)
             if len(proven) == len(attempts):
                 del self.open[row]
@@ -402,8 +396,7 @@ def judge(
     if (
         not row.charges and witnesses >= N.several and attempt.left_in_flight <= 2 * witnesses
     ):  # requests in flight may still be answered
-        asks = can_ask and (all_tested or history.convicted < N.most_convicted)
-        if not asks:
+        if not can_ask:
             return Verdict("undecided", "down", move=others_healthy)
         if attempt.left_in_flight <= witnesses:  # a doubt costs time: with more in flight, one of them will tell
             return Verdict("undecided", "doubted", move=others_healthy)

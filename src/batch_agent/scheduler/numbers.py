@@ -84,7 +84,6 @@ class Numbers:
     short_wait: float = 2.0
 
     # Failures that either side may have caused.
-    most_convicted: int = 100  # rows charged because of control requests alone, without the answer of a row
     least_trying: float = 20.0  # of failures before a row is charged because of probes alone
 
     # What the KV cache holds. Chosen by recordings of vLLM 0.26 and SGLang 0.5.16 on an H200.
