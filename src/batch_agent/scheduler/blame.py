@@ -210,7 +210,6 @@ class Attempt:
     left_in_flight: int = 0  # number of other requests at the endpoint
     beside: bool = False  # a request of another row, which may have crashed the endpoint, failed meanwhile or can
     control: bool = False  # a control request
-    waits: bool = False  # refused for load, with a Retry-After
     excessive: bool = False  # refused for load for so long that it may concern only this row
 
 
@@ -383,7 +382,7 @@ def judge(
         alone = not is_down and (attempt.left_in_flight == 0 or (row.is_alone_refused and all_tested))
         ripe = attempt.ended_at - row.refused_since >= N.least_refused
         due = ripe or attempt.sent_at >= history.controlled_at + N.control_pause or history.refused_rows >= N.several
-        asks = alone and can_ask and due and (row.tested or (attempt.waits and not few_rows))
+        asks = alone and can_ask and due and row.tested
         decidable = alone or (attempt.excessive and not is_down)
         return Verdict("undecided" if decidable else "clear", "doubted" if asks else "", others_healthy, soon=True)
     row = attempt.row

@@ -377,7 +377,6 @@ class ServerState:
             left_in_flight=self.inflight - 1,
             beside=beside,
             control=control,
-            waits=bool(error.retry_after),
             excessive=excessive,
         )
         newest = self.denials.answered_sent
