@@ -446,9 +446,6 @@ class ServerState:
             self._is_alive(slot, now - slot.sent_at, now, effects)
             return
         health.is_denied = False
-        if outcome == "silent" and self.capacity.search is not None and not health.is_down:
-            # The limit that we found ourselves was too high: requests wait in the server's queue.
-            self._limit(self.capacity.overloaded(slot.generation, self.inflight), now, effects)
         if verdict.endpoint == "doubted":
             self._doubt(error, now, effects)
             return
