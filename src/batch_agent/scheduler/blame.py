@@ -234,19 +234,13 @@ class EndpointHistory:
     open: dict[RowHistory, list[Attempt]] = field(default_factory=dict)
     alone: dict[RowHistory, float] = field(default_factory=dict)
     controlled_at: float = -inf  # when the latest control request was answered
-    # The latest rows that broke, with the time: two of any kind, and two suspects.
-    broken: list[tuple[RowHistory, float]] = field(default_factory=list)
-    broken_suspects: list[tuple[RowHistory, float]] = field(default_factory=list)
+    broken: dict[RowHistory, float] = field(default_factory=dict)  # the latest rows that broke, and when
 
     def has_other_cause(self, row: RowHistory, sent_at: float) -> bool:
         """Return whether another row may have crashed the endpoint since this time. If the row is a suspect, only
         another suspect counts."""
-        broken = self.broken_suspects if row.suspect else self.broken
-        return any(other is not row and at >= sent_at for other, at in broken)
-
-    def _breaks(self, row: RowHistory, at: float) -> None:
-        for broken in (self.broken, self.broken_suspects) if row.suspect else (self.broken,):
-            broken[:] = [*[each for each in broken if each[0] is not row][-1:], (row, at)]
+        others = (other for other, at in self.broken.items() if other is not row and at >= sent_at)
+        return any(other.suspect or not row.suspect for other in others)
 
     @property
     def witnesses(self) -> int:
@@ -270,7 +264,9 @@ class EndpointHistory:
         if attempt.outcome == "overloaded" or (attempt.outcome == "unreachable" and not attempt.sound):
             self.alone.pop(row, None)
         if attempt.outcome in ("broken", "stale"):
-            self._breaks(row, attempt.ended_at)
+            self.broken[row] = attempt.ended_at
+            if len(self.broken) > N.enough:
+                del self.broken[next(iter(self.broken))]
         row.tested = row.tested or attempt.outcome != "recalled"
         row.stale = row.stale or attempt.outcome == "stale"
         if attempt.outcome == "denied":
