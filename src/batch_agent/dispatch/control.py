@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from batch_agent.backends.base import Backend, ModelRequest
 from batch_agent.dispatch.policy import Observer, Question
@@ -24,6 +24,9 @@ from batch_agent.scheduler.blame import outcome_of
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.server import Endpoint
 
+if TYPE_CHECKING:
+    from batch_agent.dispatch.slots import Slots
+
 logger = logging.getLogger("batch_agent")
 
 CONTROL_TOKENS = 16  # of the answer: the least that all providers allow
@@ -33,14 +36,6 @@ WITHOUT_MESSAGES = frozenset({"embeddings", "completions"})  # wires of models t
 
 Ask = Callable[["ControlCall", Ticket], Awaitable[Reply]]
 OnControl = Callable[[str, float, Usage, float | None, str], None]  # endpoint, seconds, usage, cost, error or ""
-
-
-class Claims(Protocol):
-    """Claims to slots for control requests."""
-
-    def claim_control(self, endpoint: Endpoint) -> Ticket: ...
-
-    def withdraw(self, ticket: Ticket) -> None: ...
 
 
 class ControlCall(Question):
@@ -123,21 +118,21 @@ class ControlRequests:
             return False
         return endpoint.server.takes_controls and (endpoint in self._tasks or not endpoint.server.controlled)
 
-    def start(self, endpoint: Endpoint, claims: Claims) -> asyncio.Task[bool | None] | None:
+    def start(self, endpoint: Endpoint, slots: Slots) -> asyncio.Task[bool | None] | None:
         """Return the running control request of this endpoint, or start one; None if none can be sent. Its result is
         whether it was answered; None if it gave no evidence."""
         task, backend, like = self._tasks.get(endpoint), self._backend, self._like_at(endpoint)
         if task is None and backend is not None and like is not None and self.can_ask(endpoint):
             endpoint.server.controlled = True
-            self._tickets[endpoint] = claims.claim_control(endpoint)
+            self._tickets[endpoint] = slots.claim_control(endpoint)
             task = asyncio.get_running_loop().create_task(self._control(endpoint, ControlCall(backend, like)))
             self._tasks[endpoint] = task
-            task.add_done_callback(partial(self._done, endpoint, claims))
+            task.add_done_callback(partial(self._done, endpoint, slots))
         return task
 
-    def renew(self, endpoint: Endpoint, claims: Claims) -> None:
+    def renew(self, endpoint: Endpoint, slots: Slots) -> None:
         """Send another control request after the one that fails now, in its slot."""
-        self._tickets[endpoint] = claims.claim_control(endpoint)
+        self._tickets[endpoint] = slots.claim_control(endpoint)
 
     def stop(self, endpoint: Endpoint) -> None:
         self._like.pop(endpoint, None)
@@ -170,9 +165,9 @@ class ControlRequests:
             endpoint.server.takes_controls = False
         return None
 
-    def _done(self, endpoint: Endpoint, claims: Claims, task: asyncio.Task[bool | None]) -> None:
+    def _done(self, endpoint: Endpoint, slots: Slots, task: asyncio.Task[bool | None]) -> None:
         del self._tasks[endpoint]
         endpoint.server.controlled = False
-        claims.withdraw(self._tickets.pop(endpoint))  # if the task was cancelled before it began
+        slots.withdraw(self._tickets.pop(endpoint))  # if the task was cancelled before it began
         if not task.cancelled() and task.result() is None:
             self._give_up(endpoint)

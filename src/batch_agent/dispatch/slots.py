@@ -225,10 +225,6 @@ class Flights:
             limit = min(limit, self._router.longest_silence)
         return None if limit == inf else limit
 
-    def within(self, seconds: float) -> Deadline:
-        """Return a time limit for a part of a request."""
-        return self._deadlines.after(seconds)
-
     def end(self, slot: Slot) -> None:
         endpoint = slot.endpoint
         flights = self._at[endpoint]
@@ -666,13 +662,7 @@ class Slots:
     @property
     def has_untested(self) -> bool:
         """Return whether there is a row that has not failed yet, and that waits or can start."""
-        scheduler = self.scheduler
-        if scheduler.has_untested:
-            return True
-        full = scheduler.max_agents is not None and scheduler.agents >= scheduler.max_agents
-        if full or scheduler.closed or scheduler.backlogged:
-            return False
-        return any(feed.is_hungry for feed in self._feeds)
+        return self.scheduler.has_untested or self._can_start
 
     @property
     def is_hungry(self) -> bool:
@@ -680,10 +670,13 @@ class Slots:
         scheduler, most = self.scheduler, self.scheduler.max_inflight
         if scheduler.paused or self.refusal or (most is not None and scheduler.inflight >= most):
             return False
-        if scheduler.wanted:
-            return True
-        agents = scheduler.max_agents
-        if scheduler.closed or scheduler.backlogged or (agents is not None and scheduler.agents >= agents):
+        return bool(scheduler.wanted) or self._can_start
+
+    @property
+    def _can_start(self) -> bool:
+        """Whether another agent may start, and a feed has a row for it."""
+        scheduler, most = self.scheduler, self.scheduler.max_agents
+        if scheduler.closed or scheduler.backlogged or (most is not None and scheduler.agents >= most):
             return False
         return any(feed.is_hungry for feed in self._feeds)
 

@@ -253,9 +253,6 @@ class ServerState:
             self._conclude("limit", reason, f"at most {self.capacity.limit} at once", now)
             effects.append(Limit(reason))
 
-    def is_held(self, now: float) -> bool:
-        return now < self.held_until
-
     def _hold(self, until: float, held_for: float, evidence: str, now: float) -> None:
         self.held_until, self.held_for = until, held_for
         self._conclude("hold", "the server asked to wait", evidence, now)
