@@ -57,7 +57,6 @@ class Health:
         self._patience = 0.0  # seconds that a trial was waited for
         self._good = 0
         self.slowest = 0.0  # seconds of the slowest answer
-        self.slowest_control = 0.0  # the same for control requests
         self._unanswered = 0  # control requests before the first answer that were followed by another one
         self.sounded = False  # a request was recalled to find out how long a row takes
         self._looks = 0  # times that its silence was looked into since its last answer
@@ -194,7 +193,7 @@ class Health:
             # It is silent, or was. One that hangs is asked again soon; one that is slow gets more time at each trial.
             tried = min(self.trials, N.most_doubled) if self.is_down else 0
             shortest = min(shortest, N.short_wait * 2.0**tried)
-        return max(shortest, 2 * self.slowest, 4 * self.slowest_control, self.trial_seconds(now) or 0.0)
+        return max(shortest, 2 * self.slowest, self.trial_seconds(now) or 0.0)
 
     def asks_again(self, max_outage: float = inf) -> bool:
         """Return whether a control request without an answer in time proves nothing, so that another one is sent."""

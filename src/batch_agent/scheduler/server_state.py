@@ -300,7 +300,6 @@ class ServerState:
         control, effects = slot.ticket.control, NONE
         self.refused_since = None
         if control:
-            self.health.slowest_control = max(self.health.slowest_control, seconds)
             self.excessive, seconds = None, 0.0  # it says nothing about the time that rows take
             effects = [WAKE]
         else:
