@@ -264,6 +264,7 @@ class EndpointHistory:
         if attempt.outcome == "overloaded" or (attempt.outcome == "unreachable" and not attempt.sound):
             self.alone.pop(row, None)
         if attempt.outcome in ("broken", "stale"):
+            self.broken.pop(row, None)  # the latest is the last
             self.broken[row] = attempt.ended_at
             if len(self.broken) > N.enough:
                 del self.broken[next(iter(self.broken))]
