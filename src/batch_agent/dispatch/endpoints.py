@@ -137,6 +137,7 @@ class EndpointMonitor:
     # What happens to requests
 
     def sent(self, slot: Slot) -> None:
+        """Called when a slot is granted."""
         endpoint = slot.endpoint
         if slot.trial:
             self._report(endpoint, slot.sent_at)
@@ -360,6 +361,7 @@ class EndpointMonitor:
 
     @property
     def deciding(self) -> int:
+        """The number of rows with a failed request for which it is not yet decided which side is at fault."""
         return self.decisions.under_way
 
     # Requests of its own

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 from heapq import heappop, heappush
 from math import inf
 from types import TracebackType
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 from batch_agent.blocking import clock_of
 from batch_agent.dispatch.feed import Feed
@@ -23,6 +23,9 @@ from batch_agent.scheduler.ordering import FIRST, AgentForecast
 from batch_agent.scheduler.routing import Router
 from batch_agent.scheduler.server import Endpoint
 from batch_agent.value_type import lazy_property
+
+if TYPE_CHECKING:
+    from batch_agent.dispatch.endpoints import EndpointMonitor
 
 MOST_EXTENSIONS = 10  # of one deadline: a loop that is always late must not keep it open forever
 NEAR = 1.0  # seconds: only deadlines that are so near are kept in order
@@ -206,7 +209,7 @@ class Flights:
             seconds = endpoint.health.control_seconds(now, self._max_outage)
         elif slot.trial:
             seconds = self._trial_seconds(slot, endpoint, seconds)
-        deadline = Deadline(self._deadlines, inf if seconds is None else now + seconds)
+        deadline = self._deadlines.after(seconds)
         flights = self._at.get(endpoint)
         if flights is None:
             flights = self._at[endpoint] = {}
@@ -478,40 +481,10 @@ def _may_move(slot: Slot) -> bool:
     return not (slot.trial or slot.ticket.pinned or moved or slot.recalled or slot.heard_at)
 
 
-class Watcher(Protocol):
-    """Receives what happens to slots."""
-
-    @property
-    def deciding(self) -> int:
-        """Return the number of rows with a failed request for which it is not yet decided which side is at fault."""
-        ...
-
-    @property
-    def undecided(self) -> Collection[Slot]:
-        """Return the slots of failed requests whose rows wait for evidence."""
-        ...
-
-    def sent(self, slot: Slot) -> None:
-        """Called when a slot is granted."""
-        ...
-
-    def released(self, slot: Slot) -> None:
-        """Called when a slot was given back that was a trial or has a part of the rate limits."""
-        ...
-
-    def idle(self) -> None:
-        """Called when no further row will be sent: only requests in flight can still give evidence."""
-        ...
-
-    def spare(self) -> None:
-        """Called at the end of the batch, when every turn has its slot and slots stay idle."""
-        ...
-
-
 class Slots:
-    def __init__(self, scheduler: Scheduler, watcher: Watcher) -> None:
+    def __init__(self, scheduler: Scheduler, monitor: EndpointMonitor) -> None:
         self.scheduler = scheduler
-        self._watcher = watcher
+        self._monitor = monitor
         self._waiters: dict[Ticket, asyncio.Future[Slot]] = {}
         self._sleepers: dict[asyncio.Future[None], None] = {}
         self._feeds: list[Feed] = []
@@ -543,10 +516,10 @@ class Slots:
         if avoid is not None:
             ticket.avoid = frozenset({avoid})
         if ticket.slot is not None:
-            self._watcher.sent(ticket.slot)
+            self._monitor.sent(ticket.slot)
         elif turns == FIRST or not self.scheduler.is_occupied:
             self._grant(now)  # it leaves no more room for agents than before
-        if len(self.scheduler.endpoints) > 1 or self._watcher.undecided:
+        if len(self.scheduler.endpoints) > 1 or self._monitor.undecided:
             self._check_idle()
         return ticket
 
@@ -578,7 +551,7 @@ class Slots:
     def release(self, slot: Slot) -> None:
         """Give the slot back. A second call is harmless."""
         if self.scheduler.give_back(slot) and (slot.reservation is not None or slot.trial):
-            self._watcher.released(slot)
+            self._monitor.released(slot)
         if len(slot.endpoint.server.endpoints) > 1:
             slot.endpoint.tell_others()
         self.pump()
@@ -652,12 +625,12 @@ class Slots:
     @property
     def waits(self) -> bool:
         """Return whether any row waits for evidence about its failures."""
-        return bool(self._watcher.undecided)
+        return bool(self._monitor.undecided)
 
     @property
     def few_rows(self) -> bool:
         """Return whether too few rows are left to tell a bad row from a bad endpoint."""
-        return self.scheduler.busy + self._watcher.deciding < N.several and self.all_fed
+        return self.scheduler.busy + self._monitor.deciding < N.several and self.all_fed
 
     @property
     def has_untested(self) -> bool:
@@ -745,7 +718,7 @@ class Slots:
                     break
                 feed.wake()
                 fed = True
-        if not fed and (len(scheduler.endpoints) > 1 or self._watcher.undecided):
+        if not fed and (len(scheduler.endpoints) > 1 or self._monitor.undecided):
             self._check_idle()
 
     def _grant(self, now: float) -> None:
@@ -756,7 +729,7 @@ class Slots:
             waiter = self._waiters.pop(slot.ticket, None)
             if waiter is not None and not waiter.done():
                 waiter.set_result(slot)
-            self._watcher.sent(slot)
+            self._monitor.sent(slot)
             if not scheduler.wanted:
                 return
         # One that is overdue waits for a slot, not for the clock.
@@ -764,15 +737,15 @@ class Slots:
             self._set_alarm(scheduler.due)
 
     def _check_idle(self) -> None:
-        scheduler, waits = self.scheduler, self._watcher.undecided
+        scheduler, waits = self.scheduler, self._monitor.undecided
         several = len(scheduler.endpoints) > 1
         if not (waits or several) or scheduler.wanted:
             return
         all_fed = self.all_fed
         if waits and not scheduler.backing_off and (all_fed or scheduler.is_full):
-            self._watcher.idle()
+            self._monitor.idle()
         if all_fed and scheduler.inflight and several:
-            self._watcher.spare()
+            self._monitor.spare()
 
     def _set_alarm(self, due: float) -> None:
         if self._alarm is None or due < self._alarm.when():
