@@ -288,6 +288,7 @@ class Capacity:
     _answers: float  # since the limit changed; old ones count less
     _refused: float
     _twice: int  # of these, rows that had been refused before
+    _crowd: int  # most requests in flight when one was refused
     # Refused rows: the generation of the refusal, whether it lowered the limit, and when the first one came.
     causes: dict[Hashable, tuple[int, bool, float]]
     _before: Before | None  # before the first of them lowered the limit
@@ -358,6 +359,7 @@ class Capacity:
         self._refused += 1
         self._twice += cause in self.causes
         refused_at = inflight if self.limit is None else min(self.limit, inflight)
+        refused_at = self._crowd = max(self._crowd, refused_at)  # those that were refused before have left
         self.tolerates = inflight > 1 and self._is_tolerable(refused_at, inflight)
         if cause is not None:
             first = self.causes[cause][2] if cause in self.causes else now
@@ -501,7 +503,7 @@ class Capacity:
                 return ""
         self._answers += 1
         if self._answers >= 4 * max(self.limit or 0, BLIND):  # older answers and refusals count half
-            self._answers, self._refused = self._answers / 2, self._refused / 2
+            self._answers, self._refused, self._crowd = self._answers / 2, self._refused / 2, 0
         limit, known = self.limit, self._known
         if known is not None and limit is not None and limit < known:
             self.limit = limit + 1
@@ -618,7 +620,7 @@ class Capacity:
             self._known = self.ceiling
 
     def _count_anew(self) -> None:
-        self._answers, self._refused, self._twice = 0.0, 0.0, 0
+        self._answers, self._refused, self._crowd, self._twice = 0.0, 0.0, 0, 0
 
     def _climb_from(self, gain: float) -> None:
         self.generation += 1
