@@ -260,8 +260,8 @@ def decisions_per_cpu_second(endpoints: int, slots: int, turns: int) -> float:
         if len(resting) > endpoints * slots // 4:
             progress = resting.popleft()
             scheduler.request(progress, progress.turns + 1, now)
-        while (granted := scheduler.grant(now)) is not None:
-            running.append(granted)
+        while (slot := scheduler.grant(now)) is not None:
+            running.append(slot)
             granted += 1
     return granted / (time.process_time() - began)
 
