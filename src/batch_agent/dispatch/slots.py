@@ -184,7 +184,8 @@ class Flights:
     A request is recalled (cancelled, and sent again) in four cases: its endpoint went down or is silent; a trial needs
     its slot; it is far older than the slowest answer, so that it may be lost, and it cannot be sent again beside the
     first; or, at the end of a batch, a much slower endpoint still works on it while others are idle. It then ends as a
-    timeout that is charged to no side.
+    timeout that is charged to no side. A request that is withdrawn ends in the same way and is not sent again here:
+    the run is being drained, or the caller takes the request back, to ask later.
     """
 
     send_beside: Callable[[Slot, Question, Policy, Observer], bool]
